@@ -3,13 +3,14 @@
 >>> import torch, lns_ops
 >>> x = lns_ops.LNSTensor.from_float(torch.tensor([1.0, 2.0, 3.0]), lns_ops.lns12)
 >>> (x * x).sum()
-LNSTensor(14.0..., fmt=lns12)
+LNSTensor(13.8987, fmt=lns12)
 
-The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_ops.format`;
-:func:`convert_` turns a torch module into an LNS one; :mod:`lns_ops.optim` steps it.
+The arithmetic is specified in :mod:`lns_ops.reference` and the formats in :mod:`lns_ops.format`.
+:func:`convert_` turns a torch module into an LNS module, and :mod:`lns_ops.optim` has its
+optimizers.
 
-The package is loaded whole with torch or with the first name that needs it; formats and the
-specification are there before (:mod:`lns_ops._loading`).
+``import lns_ops`` alone imports the formats and the specification, without torch. The rest is
+imported together with torch, or when one of its names is first used (:mod:`lns_ops._loading`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Loads the whole package as soon as torch is loaded, and no sooner.
+"""Import the whole package as soon as torch is imported, and not before.
 
 The formats (:mod:`lns_ops.formats`) and the definition of the arithmetic (:mod:`lns_ops.spec`) are
-plain Python and NumPy. A program that only checks a format's name, as the one that watches over a
-study, need not wait 1.8 s for torch and numba, nor hold their 290 MB. All the rest is of use with
-torch alone, and must be there as soon as torch is: ``torch.load`` reads LNSTensors only after
-:mod:`lns_ops.tensor` has named them as safe, and ``torch.ops.lns_ops`` has no operators before
-that.
+plain Python and NumPy. A program that only checks a format's name, such as the driver of a study,
+then saves 1.8 s of start-up and 290 MB of memory for torch and numba. The other parts need torch,
+and must be imported as soon as torch is: ``torch.load`` reads LNSTensors only after
+:mod:`lns_ops.tensor` has registered them as safe, and ``torch.ops.lns_ops`` has no operators
+before its import.
 
-So the first import of torch, or of any other part of this package, is followed by the import of
-all of it. Python offers no call for that but a finder on ``sys.meta_path``
-(https://docs.python.org/3/reference/import.html#the-meta-path); this one finds nothing by itself.
+So the first import of torch, or of another part of this package, triggers the import of the whole
+package. The only hook that Python has for this is a finder on ``sys.meta_path``
+(https://docs.python.org/3/reference/import.html#the-meta-path); ours finds no modules itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 WITHOUT_TORCH = ("_loading", "format", "formats", "reference", "spec")
-"""The parts of this package that import no torch."""
+"""The parts of this package that do not import torch."""
 
 
 class _Follower(MetaPathFinder):
-    """A finder that has ``load`` called once, after the import of what needs the whole package.
+    """A finder that calls ``load`` once, after the import of a module that needs the whole package.
 
-    It stays on ``sys.meta_path``, which other threads may walk at the moment.
+    It stays on ``sys.meta_path``, because another thread may be iterating over that list.
     """
 
     def __init__(self, load: Callable[[], None]) -> None:
@@ -37,9 +37,9 @@ class _Follower(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what the other finders find, with a loader that calls ``load`` at its end.
+        """Return the spec of the other finders, with a loader that calls ``load`` when it is done.
 
-        A module that is looked for may not be imported afterwards; then nothing happens.
+        If the module is never imported, ``load`` is not called.
         """
         package, _, part = fullname.partition(".")
         ours = package == "lns_ops" and part.partition(".")[0] not in WITHOUT_TORCH
@@ -53,12 +53,12 @@ class _Follower(MetaPathFinder):
         return spec
 
     def _follow(self, loader: object, may_fail: bool) -> None:
-        """Wrap a loader's ``exec_module``. What it imports in turn is followed no more, as it would
-        find this package half loaded.
+        """Wrap a loader's ``exec_module``. Nested imports are not wrapped, because they would see
+        this package half imported.
 
-        An import of torch never fails for this package's sake (a library that is missing, another
-        thread that imports it at the same time): the first name asked of it loads it again, and
-        raises what is wrong.
+        An import of torch never fails because of this package (for example if a library is missing,
+        or another thread imports the package at the same time). The first access to a name of the
+        package tries the import again and raises the error.
         """
         execute = loader.exec_module  # type: ignore[attr-defined]
 
@@ -78,7 +78,7 @@ class _Follower(MetaPathFinder):
 
 
 def load_with_torch(load: Callable[[], None]) -> None:
-    """Call ``load`` now if torch is loaded, else as soon as it or a part that needs it is."""
+    """Call ``load`` now if torch is imported, else right after torch or a dependent part is."""
     if "torch" in sys.modules:
         load()
     else:

@@ -1,4 +1,4 @@
-"""The public names of the package, which :mod:`lns_ops` passes on once torch is there."""
+"""The public names of the package, which :mod:`lns_ops` binds once torch is imported."""
 
 from lns_ops import cpu, cuda, formats, optim, serialization
 from lns_ops.analysis import Analysis, analyze

@@ -1,4 +1,4 @@
-"""The setting for how matrix products are summed.
+"""The setting that decides how matrix products are summed.
 
 It is defined in :mod:`lns_ops.functional.accumulation`.
 """

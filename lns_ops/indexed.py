@@ -1,4 +1,4 @@
-"""Table look-ups and sums by index on codes, for operations of one's own.
+"""Table look-ups and sums by index on codes, for custom operations.
 
 They are defined in :mod:`lns_ops.functional.indexed`.
 """

@@ -1,6 +1,6 @@
 """The specification of the arithmetic in plain integers.
 
-It is defined in :mod:`lns_ops.spec.reference` and ``reference_updates`` beside it.
+Its code is in :mod:`lns_ops.spec.reference` and :mod:`lns_ops.spec.reference_updates`.
 """
 
 from lns_ops.spec.reference import (

@@ -1,12 +1,12 @@
-"""Files of codes without pickle: state dicts with LNSTensors as safetensors.
+"""Save state dicts with LNSTensors as safetensors files, without pickle.
 
-A safetensors file holds plain tensors, so an LNSTensor is written as its int16 codes and its
-format's name goes into the file's metadata (key ``lns_formats``, JSON). Any reader of safetensors
-sees the codes; :func:`load_file` makes LNSTensors of them again. Codes are written contiguous, and
-tensors that share memory once each, as safetensors asks for.
+A safetensors file holds plain tensors. An LNSTensor is written as its int16 codes, and the format's
+name goes into the file's metadata (key ``lns_formats``, JSON). Any safetensors reader sees the
+codes; :func:`load_file` restores the LNSTensors. Codes are written contiguous, and tensors that
+share memory are written once each, because safetensors does not accept shared memory.
 
-``torch.save`` and ``torch.load(weights_only=True)`` work on LNSTensors as they are; this is for
-files that other programs read.
+``torch.save`` and ``torch.load(weights_only=True)`` support LNSTensors directly. Use this module
+for files that other programs read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ METADATA_KEY = "lns_formats"
 
 
 def to_codes(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return plain tensors (codes for LNSTensors) and the metadata for :func:`from_codes`."""
+    """Split a state dict into plain tensors (codes for LNSTensors) and metadata.
+
+    >>> import torch
+    >>> x = LNSTensor.from_float(torch.tensor([1.0, -2.0]), "lns12")
+    >>> to_codes({"x": x})
+    ({'x': tensor([1024, -960], dtype=torch.int16)}, {'lns_formats': '{"x": "lns12"}'})
+    """
     formats = {
         name: value.fmt.name for name, value in state.items() if isinstance(value, LNSTensor)
     }
@@ -41,13 +47,12 @@ def to_codes(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 def from_codes(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, Tensor]:
-    """Return the tensors of codes and metadata, the inverse of :func:`to_codes`.
+    """Rebuild a state dict from codes and metadata, the inverse of :func:`to_codes`.
 
-    Without metadata nothing is an LNSTensor.
+    Without metadata all tensors are returned unchanged.
 
     Raises:
-        ValueError: the metadata names a format that does not exist, or a tensor of another dtype
-            than int16.
+        ValueError: the metadata names an unknown format, or a tensor that is not int16.
     """
     formats: dict[str, str] = json.loads((metadata or {}).get(METADATA_KEY, "{}"))
     return {
@@ -57,12 +62,17 @@ def from_codes(
 
 
 def to_floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with the values of LNSTensors, float32, for programs that know no codes.
+    """Return a state dict with LNSTensors decoded to float32, for programs that cannot read codes.
 
-    Each value encodes to the code that it comes from, so a model that loads them has the same codes
-    after :func:`lns_ops.convert_`. LNSTensors that are one tensor (tied layers) are one here too.
+    Each value encodes back to its code, so a model that loads them has the same codes after
+    :func:`lns_ops.convert_`. Tied LNSTensors stay tied.
 
-    >>> model.save_pretrained(path, state_dict=to_floats(model.state_dict()))
+    >>> import torch
+    >>> to_floats({"x": LNSTensor.from_float(torch.tensor([1.0, -2.0]), "lns12")})
+    {'x': tensor([ 1., -2.])}
+
+    With Hugging Face transformers, call
+    ``model.save_pretrained(path, state_dict=to_floats(model.state_dict()))``.
     """
     decoded: dict[tuple[object, ...], Tensor] = {}
     floats = dict(state)
@@ -77,9 +87,15 @@ def to_floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save_file(state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write a state dict as a safetensors file.
+    """Write a state dict as a safetensors file; :func:`load_file` reads it back.
 
-    >>> lns_ops.serialization.save_file(model.state_dict(), "model.safetensors")
+    >>> import tempfile
+    >>> import torch
+    >>> x = LNSTensor.from_float(torch.tensor([1.0, -2.0]), "lns12")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"x": x}, f"{folder}/model.safetensors")
+    ...     load_file(f"{folder}/model.safetensors")
+    {'x': LNSTensor([ 1., -2.], fmt=lns12)}
     """
     from safetensors.torch import save_file as write
 
@@ -88,7 +104,7 @@ def save_file(state: Mapping[str, Tensor], path: str | Path) -> None:
 
 
 def load_file(path: str | Path) -> dict[str, Tensor]:
-    """Read what :func:`save_file` wrote, for ``model.load_state_dict``."""
+    """Read a file that :func:`save_file` wrote, for ``model.load_state_dict``."""
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:

@@ -1,6 +1,6 @@
-"""Analysis of what a number format does to each layer of a network.
+"""Analysis of the effect of a number format on each layer of a network.
 
-:func:`analyze` measures it, :class:`Analysis` shows it.
+:func:`analyze` measures it, and :class:`Analysis` prints and plots it.
 """
 
 from lns_ops.analysis.analyze import analyze

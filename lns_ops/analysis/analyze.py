@@ -1,22 +1,27 @@
-"""The measurement of what a number format does to a network, layer by layer: :func:`analyze`.
+"""Measure the effect of a number format on a network, layer by layer: :func:`analyze`.
 
-Its table tells which format to try.
+The results help to choose a format. The model runs forward and backward on one batch twice, in
+float32 and in the format (:func:`lns_ops.convert_`). For each layer the analysis reports
 
-The model runs forward and backward on one batch twice, in float32 and in the format
-(:func:`lns_ops.convert_`), and each layer is asked
-
-- which *range* its weights, outputs and gradients use (octaves: log2 of the smallest and largest
-  magnitude), and how many of its float32 values the format would lose: *underflow* (to zero) and
-  *saturation* (beyond the largest magnitude);
+- the *range* of its weights, outputs and gradients (in octaves: log2 of the smallest and largest
+  magnitude), and how many of its float32 values the format would lose by *underflow* (to zero) and
+  by *saturation* (beyond the largest magnitude);
 - the *signal-to-noise ratio* of its outputs (forward) and of the gradients of its outputs and
-  weights (backward), ``10 log10(sum x^2 / sum (x - x_format)^2)`` dB: everything lost from the
-  input (or the loss) up to there, of this layer and those before;
-- the *updates lost*: the share of nonzero updates u of weights w with ``w + u = w`` in the format,
-  for which |u / w| is under about half an ulp (or u underflows). Kahan summation and stochastic
-  rounding keep them.
+  weights (backward), ``10 log10(sum x^2 / sum (x - x_format)^2)`` dB. It includes the errors of all
+  layers between the input (or, for gradients, the loss) and this layer;
+- the *updates lost*: the fraction of nonzero updates u of weights w for which ``w + u = w`` in the
+  format, because |u / w| is below about half an ulp or u underflows. Kahan summation and stochastic
+  rounding keep such updates.
 
-One batch is one sample: the gradient's scale, and so what underflows, depends on the loss (a mean
-over the batch or its sum) and moves as training goes on.
+>>> import torch, lns_ops
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+>>> images, labels = torch.randn(16, 4), torch.arange(16) % 3
+>>> analysis = lns_ops.analyze(model, (images, labels), "lns12", lr=0.1)
+>>> [layer.name for layer in analysis.layers], analysis.layers[0].format
+(['0', '1', '2'], 'lns12')
+
+``print(analysis)`` shows a table. One batch is one sample. The gradient's scale, and therefore its
+underflow, depends on the loss (a mean over the batch or its sum) and changes during training.
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ _MOVES = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-"""The layers that only move or drop values."""
+"""Layers that only move or drop values."""
 
 
 class _Trace:
@@ -120,7 +125,7 @@ def as_float(x: Tensor) -> Tensor:
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the layers to analyze, by name.
 
-    They are the modules that have parameters of their own or no modules inside, but for those that
+    These are the modules that have parameters of their own or no submodules, except for layers that
     only move values.
     """
     found = []
@@ -137,7 +142,7 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _updates(weights: list[nn.Parameter], make: MakeOptimizer) -> list[Tensor]:
-    """Return the first update of every weight, in float64, so that none is lost here."""
+    """Return the first update of every weight, in float64, so that rounding loses none here."""
     copies = [nn.Parameter(p.detach().double()) for p in weights]
     for own, p in zip(copies, weights, strict=True):
         assert p.grad is not None
@@ -147,7 +152,7 @@ def _updates(weights: list[nn.Parameter], make: MakeOptimizer) -> list[Tensor]:
 
 
 def _lost(weight: Tensor, update: Tensor, grid: Grid) -> tuple[int, float]:
-    """Count the nonzero updates, and the share of them that leaves the weight where it is."""
+    """Count the nonzero updates, and return the fraction that does not change the weight."""
     weight, update = weight.detach().double().reshape(-1), update.reshape(-1)
     moving = update != 0
     if isinstance(grid.format, LNSFormat):
@@ -205,7 +210,7 @@ def _twice(
 ) -> tuple[_Trace, _Trace]:
     """Run copies of the model in float32 and in the format, with the same random numbers (dropout).
 
-    The caller's generators stay as they are.
+    The caller's random generators are not changed.
     """
     for name, layer in model.named_modules():
         refuse_lazy(name, layer)
@@ -233,36 +238,36 @@ def analyze(
     scope: str = "everywhere",
     filter_fn: Filter | None = None,
 ) -> Analysis:
-    """Measure what ``format`` does to every layer of ``model`` on one batch.
+    """Measure the effect of ``format`` on every layer of ``model``, on one batch.
 
-    The head of this file says what is measured. The model stays as it is.
+    :mod:`lns_ops.analysis.analyze` describes the results and has an example. The model is not
+    changed.
 
     Args:
-        model: any torch module that :func:`lns_ops.convert_` takes, in float32 or converted already
-            (its weights are decoded then).
-        batch: inputs and targets, on the model's device. Inputs that are a tuple are the
-            arguments of the model's forward, those in a dict its keyword arguments.
+        model: any torch module that :func:`lns_ops.convert_` accepts, in float32 or already
+            converted (its weights are decoded then).
+        batch: pair of inputs and targets, on the model's device. If the inputs are a tuple or a
+            dict, they are the positional or keyword arguments of the model's forward.
         format: an LNS format, its name, or names by patterns of layer names, as for ``convert_``;
-            or any other of :mod:`lns_ops.formats` (``bfloat16``, ``int8/channel``), which is
-            simulated. Gradients of weights are then not rounded.
+            or any other format of :mod:`lns_ops.formats` (``bfloat16``, ``int8/channel``), which is
+            simulated. Gradients of weights are not rounded then.
         loss: ``loss(model(inputs), targets)``, the scalar that training minimises.
         lr: learning rate of a plain SGD update, for ``updates_lost``.
-        optimizer: instead of ``lr``, a function of parameters that makes the optimizer whose first
-            update is asked for, as ``lambda parameters: lns_ops.optim.AdamW(parameters, lr=1e-3)``.
+        optimizer: alternative to ``lr``: a function from parameters to the optimizer whose first
+            update is measured, such as
+            ``lambda parameters: lns_ops.optim.AdamW(parameters, lr=1e-3)``.
         scope, filter_fn: as for ``convert_``.
 
     Raises:
-        ValueError: both ``lr`` and ``optimizer``, a batch that is no pair, or what ``convert_``
-            refuses.
-
-    >>> print(lns_ops.analyze(net, (images, labels), "lns12", lr=0.1))
+        ValueError: both ``lr`` and ``optimizer``, a batch that is not a pair, or a model that
+            ``convert_`` rejects.
     """
     if lr is not None and optimizer is not None:
-        raise ValueError(f"lr={lr} and an optimizer: both say what an update is; pass one of them")
+        raise ValueError(f"lr={lr} and an optimizer: both define the update; pass one of them")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
             f"batch of type {type(batch).__name__}: must be a pair of inputs and targets; pass"
-            " (inputs, targets), with several inputs ((first, second), targets)"
+            " (inputs, targets), and several inputs as ((first, second), targets)"
         )
     if lr is not None:
         optimizer = lambda parameters: SGD(parameters, lr=lr)  # noqa: E731
@@ -280,7 +285,7 @@ def _compared(
     grids: Mapping[str, Grid],
     updates: Mapping[nn.Parameter, Tensor] | None,
 ) -> Analysis:
-    """Return the analysis of the layers that the batch met, and of those without a result."""
+    """Return the analysis of the layers that ran or have gradients of weights."""
     kinds = {name: type(layer).__name__ for name, layer in layers_of(exact.model)}
     met = [
         *exact.outputs,
@@ -298,7 +303,7 @@ def _compared(
 
 
 def _common(format: Any) -> LNSFormat | NumberFormat | None:
-    """Return the format of all layers; None where each has its own."""
+    """Return the format of all layers; None if they have different formats."""
     if isinstance(format, Mapping):
         return None
     if not isinstance(format, str):
@@ -309,9 +314,9 @@ def _common(format: Any) -> LNSFormat | NumberFormat | None:
 
 
 def _grids(rounded: _Trace, format: Any) -> dict[str, Grid]:
-    """Return the format of every layer; float32 ones have none.
+    """Return the format of every layer except float32 ones.
 
-    It is that of its outputs, else of its conversion, else the one that was asked for.
+    It is the format of the layer's outputs, otherwise of its conversion, otherwise ``format``.
     """
     common, grids = _common(format), {}
     for name, layer in layers_of(rounded.model):

@@ -1,5 +1,4 @@
-"""The results of an analysis: ranges and losses per layer, and the table and the picture of
-all layers."""
+"""The results of an analysis: ranges and losses of each layer, with a table and a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from lns_ops.spec.format import LNSFormat
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of a format, as far as the loss of others is concerned."""
+    """The values of a format, as needed to measure rounding errors."""
 
     format: LNSFormat | NumberFormat
 
@@ -29,7 +28,7 @@ class Grid:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The smallest and the largest magnitude; None where a scale moves both."""
+        """The smallest and the largest magnitude; None if a scale changes both."""
         if isinstance(self.format, LNSFormat):
             return self.format.smallest, self.format.largest
         error = self.format.error
@@ -47,12 +46,12 @@ class Values:
     """The statistics of a layer's float32 values in a format.
 
     Attributes:
-        count: how many there are.
-        zeros: how many of them are zero.
-        low, high: log2 of the smallest and the largest nonzero magnitude, octaves; NaN where all
-            are zero.
-        underflow, saturated: how many nonzero ones the format makes zero, how many lie beyond its
-            largest magnitude.
+        count: number of values.
+        zeros: number of zeros.
+        low, high: log2 of the smallest and the largest nonzero magnitude, octaves; NaN if all
+            values are zero.
+        underflow, saturated: number of nonzero values that the format rounds to zero, and of values
+            beyond its largest magnitude.
         rounding_db: signal-to-noise ratio of rounding these values alone.
     """
 
@@ -94,11 +93,11 @@ class LayerAnalysis:
 
     Attributes:
         name, kind: dotted path and class; ``format``: the format's name.
-        weight, output, gradient, weight_gradient: its parameters, its outputs, the gradients of
-            outputs and of parameters.
+        weight, output, gradient, weight_gradient: statistics of its parameters, its outputs, and
+            the gradients of outputs and of parameters.
         forward_db, backward_db, weight_gradient_db: signal-to-noise ratios of ``output``,
             ``gradient`` and ``weight_gradient``.
-        updates, updates_lost: nonzero updates, and the share of them that the format loses.
+        updates, updates_lost: number of nonzero updates, and the fraction that the format loses.
     """
 
     name: str
@@ -115,7 +114,7 @@ class LayerAnalysis:
     updates_lost: float | None
 
     def flat(self) -> dict[str, Any]:
-        """Return one row by dotted names such as ``output.low``, without what the layer has not."""
+        """Return one row with dotted names such as ``output.low``, without missing values."""
         row: dict[str, Any] = {}
         for key, value in asdict(self).items():
             if isinstance(value, dict):
@@ -128,7 +127,7 @@ class LayerAnalysis:
 def decibels(x: Tensor, y: Tensor) -> float:
     """Return ``10 log10(sum x^2 / sum (x - y)^2)``, a signal-to-noise ratio in dB.
 
-    It is infinite where y is x, NaN where x is zero throughout.
+    It is infinite if y equals x, and NaN if x is zero.
     """
     x, y = x.detach().double(), y.detach().double()
     signal, noise = float((x * x).sum()), float(((x - y) ** 2).sum())
@@ -138,10 +137,7 @@ def decibels(x: Tensor, y: Tensor) -> float:
 
 
 _HEADROOM = 2
-"""The octaves that :attr:`Analysis.loss_scale` leaves above the largest gradient.
-
-They are for batches to come.
-"""
+"""Octaves that :attr:`Analysis.loss_scale` leaves above the largest gradient for later batches."""
 _COLUMNS = (
     ("layer", 0), ("kind", 0), ("weights", 1), ("outputs", 1), ("gradients", 1), ("underflow %", 2),
     ("saturated %", 2), ("forward dB", 2), ("backward dB", 2), ("updates lost %", 2),
@@ -160,12 +156,12 @@ _SERIES = (
 class Analysis:
     """The layers of a model in a format, in the order of the forward pass.
 
-    ``print`` shows the table.
+    ``print`` shows a table.
 
     Attributes:
         format: name of the format.
-        span: its smallest and largest magnitude, octaves; None where layers or scales have
-            different ones.
+        span: its smallest and largest magnitude, octaves; None if layers or scales have different
+            ones.
         layers: one entry a layer.
     """
 
@@ -177,9 +173,9 @@ class Analysis:
     def loss_scale(self) -> float:
         """The power of two by which to multiply the loss, so that fewest gradients underflow.
 
-        Gradients of outputs underflow least, and none of them or of weights saturates; it is 1 if
-        none underflows. It costs nothing in LNS: logarithms move by a whole number of octaves
-        (:class:`lns_ops.LossScale`).
+        It minimizes underflow in the gradients of outputs without saturating them or the gradients
+        of weights; it is 1 if nothing underflows. Scaling costs nothing in LNS, because logarithms
+        change by a whole number (:class:`lns_ops.LossScale`).
         """
         outputs, weights = (
             [v for v in values if v is not None and not math.isnan(v.low)]
@@ -192,7 +188,7 @@ class Analysis:
             return 1.0
         wanted = self.span[0] - min(v.low for v in outputs)
         room = self.span[1] - max(v.high for v in outputs + weights) - _HEADROOM
-        inverse = -self.span[0]  # what LossScale divides by must not underflow
+        inverse = -self.span[0]  # the inverse of the scale must not underflow
         return float(2.0 ** max(0, min(map(math.floor, (math.ceil(wanted), room, inverse)))))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -231,7 +227,7 @@ class Analysis:
         The format's own range is shaded behind the layers'.
 
         Args:
-            path: where to save it; by its ending PNG, SVG, PDF.
+            path: where to save it; the extension selects PNG, SVG or PDF.
 
         Returns:
             the matplotlib Figure.
@@ -254,7 +250,7 @@ class Analysis:
         lost.set(xlabel="updates lost, %", xlim=(0, 100))
         ranges.set_yticks(range(rows), [f"{layer.name} ({layer.kind})" for layer in self.layers])
         ranges.invert_yaxis()
-        figure.suptitle(f"{self.format}: what it does to each layer")
+        figure.suptitle(f"{self.format}: effect on each layer")
         if path is not None:
             figure.savefig(path, dpi=120)
         return figure
@@ -304,7 +300,7 @@ def _ranges(axes: Any, analysis: Analysis) -> None:
                 )
     axes.set(xlabel="magnitudes, octaves (log2)")
     handles, labels = axes.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))  # one entry a series, not one a layer
+    unique = dict(zip(labels, handles, strict=True))  # one entry a series, not a layer
     axes.legend(unique.values(), unique.keys(), fontsize="small", loc="best")
 
 

@@ -1,16 +1,16 @@
 """LNS arithmetic on the CPU: fast, and equal to :mod:`lns_ops.reference` bit for bit.
 
 Arrays are numpy int16 codes of an :class:`~lns_ops.format.LNSFormat`; results are C-contiguous.
-Operands may be strided, transposed or broadcast views. Work runs on ``get_num_threads()`` threads
-(OMP_NUM_THREADS, else the CPUs of the process), outside the GIL; torch's thread count is never
-touched.
+Operands may be strided, transposed or broadcast views. Kernels run on ``get_num_threads()`` threads
+(OMP_NUM_THREADS, otherwise the number of the process's CPUs), outside the GIL; torch's thread count
+is not changed.
 
-Kernels are compiled by numba on first use and kept on disk
-(:mod:`lns_ops.cpu.compiler.object_cache` says where); nothing needs a C compiler. Matrix products
-have three kernels: 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.gemm`) where the
-processor has AVX-512 or AVX2, else gathers from a table (:mod:`lns_ops.cpu.kernels.gather_gemm`);
-:func:`kernel_info` says which and why, and the environment variable ``LNS_OPS_CPU_KERNEL``
-(``gather``, ``simd`` for the better of the other two, or ``avx2``) forces one.
+Kernels are compiled by numba on first use and stored on disk
+(:mod:`lns_ops.cpu.compiler.object_cache`), without a C compiler. Matrix products have three
+kernels: 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.gemm`) for AVX-512 or AVX2,
+and table gathers (:mod:`lns_ops.cpu.kernels.gather_gemm`) for other processors. :func:`kernel_info`
+returns the current kernel and the reason. The environment variable ``LNS_OPS_CPU_KERNEL`` forces
+one: ``gather``, ``avx2``, or ``simd`` for the better vector kernel.
 
 Shape suffixes: M, K, N of a product; B a batch.
 """

@@ -1,4 +1,4 @@
-"""Elementwise addition, multiplication, division and square root on the CPU, broadcasting."""
+"""Elementwise addition, multiplication, division and square root on the CPU, with broadcasting."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lns_ops.spec.gaussian_log import gaussian_tables
 
 @lru_cache(maxsize=32)
 def sum_table(fraction_bits: int) -> NDArray[np.int32]:
-    """Return G+ and then G- as one table for elementwise additions."""
+    """Return a table of G+ followed by G-, for elementwise additions."""
     return np.concatenate(gaussian_tables(fraction_bits)).astype(np.int32)
 
 
 def _small_form(x: Codes, y: Codes) -> tuple[tuple[int, ...], int, NDArray[np.int64]] | None:
-    """Return how a kernel of small operands broadcasts them; None where none does."""
+    """Return how a kernel for small operands broadcasts them, or None if no such kernel fits."""
     if x.shape == y.shape or not small.are_elements(max(x.size, y.size)):
         return None
     return small.broadcast_form(x.shape, y.shape)
@@ -60,7 +60,7 @@ def _add(x: Codes, y: Codes, fmt: LNSFormat, flip: int) -> Codes:
 
 
 def repeat(x: Codes, size: int, run_length: int) -> Codes:
-    """Repeat each of ``x`` ``run_length`` times, and all of that again: ``size`` flat codes."""
+    """Repeat each element of ``x`` ``run_length`` times, and the result until ``size`` codes."""
     out = np.empty(size, np.int16)
     run(
         elementwise.repeat,
@@ -74,11 +74,11 @@ def repeat(x: Codes, size: int, run_length: int) -> Codes:
 
 
 def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """Return ``x + y``, broadcast, correctly rounded in the logarithm; ``x + (-x)`` is exact zero.
+    """Return ``x + y``, broadcast, rounded correctly in the logarithm; ``x + (-x)`` is exactly 0.
 
     Args:
-        x, y: int16 codes of shapes that broadcast together.
-        fmt: their format, and the result's.
+        x, y: int16 codes with shapes that broadcast.
+        fmt: the format of operands and result.
     """
     return _add(x, y, fmt, 0)
 
@@ -89,7 +89,7 @@ def sub(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 
 def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """Return ``x y``, broadcast: logarithms add; exact but for saturation and underflow."""
+    """Return ``x y``, broadcast: logarithms add; exact except for saturation and underflow."""
     if (found := _small_form(x, y)) is not None:
         shape, units, form = found
         out = np.empty(shape, np.int16)
@@ -105,7 +105,7 @@ def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 
 def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """Return ``x / y``, broadcast: logarithms subtract; exact but for saturation and underflow.
+    """Return ``x / y``, broadcast: logarithms subtract; exact except for saturation and underflow.
 
     Raises:
         ValueError: some ``y`` is zero; LNS has no infinity.
@@ -114,8 +114,8 @@ def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
     out = np.empty(shape, np.int16)
     if run(elementwise.div, a.size, GRAIN, a, b, out.reshape(-1), fmt.bias, fmt.field_mask):
         raise ValueError(
-            f"division by zero: LNS has no infinity; mask zero divisors first (in {fmt} a number"
-            f" below {fmt.smallest:.2g} is zero, also one added to a divisor)"
+            f"division by zero: LNS has no infinity; mask zero divisors first (in {fmt} numbers"
+            f" below {fmt.smallest:.2g} are zero, including one that is added to a divisor)"
         )
     return out
 

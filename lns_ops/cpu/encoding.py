@@ -1,5 +1,5 @@
-"""Encoding of floating-point arrays, to nearest or at random, and decoding on the CPU; and rounding
-to formats with a power of two for each group of values."""
+"""Encoding of floating-point arrays (to nearest or at random) and decoding on the CPU; rounding to
+formats with a power-of-two scale for each group of values."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _encode_tables(
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
     """Return the encoding tables by cell of ``2^-(f+1)``.
 
-    They are the float32 shift, the float64 threshold in the cell (or beyond it), and the number of
+    They are the float32 shift, the float64 threshold in or above the cell, and the number of
     thresholds below it.
     """
     thresholds = encode_thresholds(fraction_bits) - (1 << MANTISSA_BITS)
     cells = np.arange(2 << fraction_bits, dtype=np.int64)
     width = 1 << (MANTISSA_BITS - 1 - fraction_bits)
-    # A threshold equal to a cell's first fraction belongs to the cell: only larger fractions round
-    # up.
+    # A threshold equal to a cell's first fraction belongs to the cell, because only larger
+    # fractions round up.
     base = np.searchsorted(thresholds, cells * width, side="left").astype(np.int64)
     inside = np.append(thresholds, 1 << MANTISSA_BITS)[base]
     step = 1 << (22 - fraction_bits)
@@ -52,12 +52,12 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
     Magnitudes above the range saturate, those below it underflow to zero.
 
     Args:
-        x: any shape; float32 and float64 are read as they are, other real dtypes are converted to
+        x: any shape; float32 and float64 are read directly, other real dtypes are converted to
             float64 first.
         fmt: the format.
 
     Raises:
-        NonFiniteError: (a ValueError) ``x`` holds a NaN or an infinity.
+        NonFiniteError: (a ValueError) ``x`` contains a NaN or an infinity.
     """
     x = np.asarray(x)
     if x.dtype not in (np.float32, np.float64):
@@ -140,8 +140,8 @@ def decode(
     Args:
         codes: int16, any shape.
         fmt: their format.
-        dtype: np.float32 (exact inverse of :func:`encode`) or np.float64; others go through the
-            reference, slowly.
+        dtype: np.float32 (encodes back to the same codes) or np.float64; others use the slow
+            reference.
     """
     f, single = fmt.fraction_bits, np.dtype(dtype) == np.float32
     if not single and np.dtype(dtype) != np.float64:
@@ -165,7 +165,7 @@ def decode(
 def quantize_float(
     x: NDArray[np.float32], mantissa_bits: int, min_exponent: int, largest: float
 ) -> NDArray[np.float32] | None:
-    """Return ``x`` rounded to binary floats that saturate; None where a value is not finite.
+    """Return ``x`` rounded to saturating binary floats, or None if a value is not finite.
 
     Args:
         x: float32, any shape.
@@ -188,14 +188,14 @@ def quantize_scaled(
     fmt: LNSFormat | tuple[int, int],
     largest: float,
 ) -> NDArray[np.float32] | None:
-    """Return ``x`` rounded to a format times a power of two for each group, the largest with which
-    none of the group is above the format's ``largest``; None where a value is not finite.
+    """Return ``x`` rounded to a format times a power of two for each group, the smallest that
+    avoids saturation; None if a value is not finite.
 
     Args:
         x: float32, any shape.
         width: number of values of a row.
-        length: number of values of a group, of which a row's last may have fewer.
-        fmt: an LNS format, or of binary floats the number of mantissa bits and the exponent of the
+        length: number of values of a group; a row's last group may have fewer.
+        fmt: an LNS format, or for binary floats the number of mantissa bits and the exponent of the
             smallest normal number.
         largest: largest magnitude of the format.
     """

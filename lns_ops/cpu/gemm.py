@@ -1,8 +1,8 @@
 """Matrix products on the CPU, summed in the contract's order.
 
-A product runs on 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.gemm`) or by
-gathers from a table (:mod:`lns_ops.cpu.kernels.gather_gemm`); :mod:`lns_ops.cpu.kernel_choice` says
-which. Small ones take one kernel, without a look at the operands first (:mod:`lns_ops.cpu.small`).
+A product uses 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.gemm`) or table
+gathers (:mod:`lns_ops.cpu.kernels.gather_gemm`); :mod:`lns_ops.cpu.kernel_choice` decides. Small
+products use one kernel, without inspecting the operands first (:mod:`lns_ops.cpu.small`).
 
 Shape suffixes: M, K, N of a product; B a batch.
 """
@@ -27,12 +27,12 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     """Return ``x @ y``: exact products, summed over k in the contract's order.
 
     Args:
-        x_MK: int16 codes (M, K). Its zeros are skipped, so sparse activations belong here.
+        x_MK: int16 codes (M, K). Its zeros are skipped, so pass sparse activations here.
         y_KN: int16 codes (K, N). Either operand may be a transposed view.
         fmt: the format.
 
     Raises:
-        ValueError: not two matrices, or their inner sizes differ.
+        ValueError: the operands are not matrices, or their inner sizes differ.
     """
     if x_MK.ndim != 2 or y_KN.ndim != 2 or x_MK.shape[1] != y_KN.shape[0]:
         raise ValueError(
@@ -69,7 +69,7 @@ def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
     """Return ``x[b] @ y[b]`` for every b; :func:`matmul` has the arguments.
 
     Raises:
-        ValueError: not two batches of matrices of one length, or their inner sizes differ.
+        ValueError: the operands are not batches of equal length, or their inner sizes differ.
     """
     if (
         x_BMK.ndim != 3
@@ -94,7 +94,7 @@ def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
 def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
     """Return contiguous words of ``x``.
 
-    A transposed view is widened in memory order, then turned.
+    A transposed view is widened in memory order, then transposed.
     """
     flipped = x.flags.f_contiguous and not x.flags.c_contiguous
     source = flattened(x.T if flipped else x)
@@ -106,7 +106,7 @@ def _words(x: Codes, fmt: LNSFormat) -> NDArray[np.int32]:
 
 
 def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout) -> Codes:
-    """Return the product, computed on vector lanes."""
+    """Return the product, computed on vectors."""
     (M, K), N = x_MK.shape, y_KN.shape[1]
     x, y, mask = flattened(x_MK), flattened(y_KN), fmt.field_mask
     panels, blocks, out = -(-N // avx512.PANEL), -(-K // BLOCK), np.empty((M, N), np.int16)
@@ -116,7 +116,7 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout
         np.empty(x.size, np.int32),
     )
     packed = np.empty(panels * K * 2 * avx512.PANEL, np.int16)
-    # Packing is short and bound by memory: only much of it is worth a second thread.
+    # Packing is short and memory-bound, so only large operands are worth a second thread.
     run(
         gemm.pack_x, M, 1 + 8 * GRAIN // K, x, K, mask, plan.x_top, plan.unit_shift, BLOCK, counts,
         steps, words,
@@ -125,7 +125,7 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout
         gemm.pack_y, panels, 1 + 8 * GRAIN // (K * avx512.PANEL), y, K, N, mask, plan.y_top,
         plan.unit_shift, packed,
     )  # fmt: skip
-    # So many multiply-accumulates take a few times as long as to share them.
+    # This many multiply-accumulates take a few times as long as starting a thread on them.
     grain = 1 + 4 * GRAIN // (avx512.ROWS_AT_ONCE * min(N, avx512.PANEL) * K)
     run(
         plan.kernel, panels * -(-M // avx512.ROWS_AT_ONCE), grain, counts, steps, words, packed,
@@ -138,10 +138,8 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout
 def _work(rows: Survey, columns: int) -> int:
     """Return the time of a product whose scalar operand is ``rows``, in multiply-accumulates.
 
-    It is the number of nonzero elements times the columns computed.
-
-    A panel's right edge computes 256, 128 or 32 columns; the last keeps one vector busy at a time
-    and counts for more.
+    It is the number of nonzero elements times the number of columns computed. A panel's right edge
+    computes 256, 128 or 32 columns; the last keeps only one vector busy and counts for more.
     """
     full, edge = divmod(columns, avx512.PANEL)
     computed = full * avx512.PANEL + (
@@ -153,7 +151,7 @@ def _work(rows: Survey, columns: int) -> int:
 def _matmul_gather(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, clamp: bool) -> Codes:
     """Return the product, computed by table look-ups.
 
-    ``clamp`` is needed where the accumulator's limits are in reach.
+    ``clamp`` is needed if sums can reach the accumulator's limits.
     """
     (M, K), N = x_MK.shape, y_KN.shape[1]
     out = np.empty((M, N), np.int16)

@@ -1,6 +1,5 @@
-"""The choice of the kernel of sums and matrix products: vector lanes or gathers.
-
-It depends on the processor and on the range of the operands.
+"""The choice between vector and gather kernels for sums and matrix products, by the processor and
+the range of the operands.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from lns_ops.spec.format import LNSFormat
 def lanes_plan(
     operands: tuple[Codes, ...], K: int, fmt: LNSFormat
 ) -> tuple[Any, gemm.WordLayout] | None:
-    """Return how to add flat ``operands``, K at a time, on vector lanes.
+    """Return how to add flat ``operands`` on vectors, K at a time.
 
-    None where gathers are the only way, or fast enough.
+    Returns None if only gathers are possible, or if they are fast enough.
     """
     if operands[0].size < reduce.WORTH:
         return None
@@ -38,14 +37,14 @@ def lanes_plan(
 
 
 class Survey(NamedTuple):
-    """The facts of an operand that decide the kernel: its nonzero codes' field span and number."""
+    """The facts of an operand that decide the kernel: field span and number of nonzero codes."""
 
     span: tuple[int, int]
     nonzero: int
 
 
 def survey(x: Codes, fmt: LNSFormat) -> Survey:
-    """Return the :class:`Survey` of an operand, in one pass over it."""
+    """Return the :class:`Survey` of an operand, computed in one pass."""
     flat = flattened(x.T if x.flags.f_contiguous else x)
     found = np.empty(3, np.int64)
     run(gather_gemm.survey, flat.size, flat.size, flat, found, fmt.field_mask)
@@ -58,11 +57,11 @@ def kernel_info() -> dict[str, str]:
 
     Keys: ``kernel`` (``simd avx512bw+vbmi``, ``simd avx2`` or ``gather``) and ``reason``.
 
-    The vector kernels serve 3 to 7 fraction bits and operands whose products span less than some 90
-    octaves; other calls use gathers whatever this says.
+    The vector kernels support 3 to 7 fraction bits and operands whose products span less than about
+    90 octaves; other calls use gathers in any case.
 
     Raises:
-        ValueError: LNS_OPS_CPU_KERNEL names no kernel, or one that this processor cannot run.
+        ValueError: LNS_OPS_CPU_KERNEL is unknown, or this processor cannot run it.
     """
     forced, no_avx512, no_avx2 = (
         os.environ.get("LNS_OPS_CPU_KERNEL", ""),
@@ -87,7 +86,7 @@ def kernel_info() -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def missing_features(*features: str) -> str:
-    """Say why a kernel that needs these features cannot run here; empty if it can."""
+    """Return why a kernel that needs these features cannot run here; empty if it can."""
     if numba_config.CPU_NAME or numba_config.CPU_FEATURES:
         return "NUMBA_CPU_NAME or NUMBA_CPU_FEATURES overrides the processor's own features"
     found = get_host_cpu_features()

@@ -14,12 +14,12 @@ from lns_ops.cpu.kernels import products
 from lns_ops.spec.format import LNSFormat
 
 FACTORS = 3
-"""The most factors of a product."""
+"""Maximum number of factors of a product."""
 
 
 @lru_cache(maxsize=256)
 def _powers(powers: tuple[float, ...]) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Return three powers, and which are odd (-1, or 0)."""
+    """Return three powers, and -1 for each odd one, else 0."""
     given = np.zeros(FACTORS)
     given[: len(powers)] = powers
     return given, -(given % 2 == 1).astype(np.int32)
@@ -43,9 +43,9 @@ def product(
 
     Args:
         factors: up to :data:`FACTORS` arrays of codes of one shape.
-        powers: what they are raised to.
+        powers: their exponents.
         shift: ulps added to the logarithms.
-        negative: whether all signs turn.
+        negative: whether to flip all signs.
         furthest: the largest magnitude of the logarithm of a power, in ulps.
         fmt: the format.
     """
@@ -59,7 +59,8 @@ def product_parts(
     factors: Sequence[Codes], powers: Sequence[float], shift: int, negative: bool, furthest: int,
     fmt: LNSFormat,
 ) -> tuple[NDArray[np.int32], Codes, Codes]:  # fmt: skip
-    """Return logarithms of a product, signs and what is not zero; :func:`product` says of what."""
+    """Return logarithms, signs and a mask of nonzero values; the arguments are as for
+    :func:`product`."""
     flat, options = _arguments(factors, powers, shift, negative, furthest, fmt)
     shape = factors[0].shape
     logs, signs, alive = (

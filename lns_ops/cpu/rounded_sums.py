@@ -12,7 +12,7 @@ from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernels import rounded_sums
 
 _WORK = 1 << 14
-"""Fewest additions that are worth handing to another thread."""
+"""Minimum number of additions for a thread."""
 
 
 def rounded_product(
@@ -27,7 +27,7 @@ def rounded_product(
     promote: bool,
     tree: bool,
 ) -> NDArray[np.float32]:
-    """Return ``x @ y``, float32, whose running sums are rounded after every addition.
+    """Return ``x @ y``, float32, with running sums that are rounded after every addition.
 
     Args:
         x_MK: float32.
@@ -35,10 +35,10 @@ def rounded_product(
         mantissa_bits: width of the sum's mantissa.
         min_exponent: exponent of the sum's smallest normal number.
         largest: largest magnitude of a sum.
-        saturates: whether a larger sum becomes ``largest``; else it is infinite.
+        saturates: whether a larger sum becomes ``largest`` instead of infinity.
         block: number of terms of a block.
-        promote: whether sums of blocks are added in float32; else in the format of sums.
-        tree: whether the terms of a block are added in pairs; else one after the other.
+        promote: whether block sums are added in float32 instead of the format of sums.
+        tree: whether the terms of a block are added in pairs instead of one after the other.
     """
     (rows, inner), columns = x_MK.shape, y_KN.shape[1]
     out = np.empty((rows, columns), np.float32)

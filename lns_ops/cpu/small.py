@@ -1,8 +1,8 @@
-"""Operations on small operands, one kernel each (:mod:`lns_ops.cpu.kernels.small`).
+"""Operations on small operands, one kernel call each (:mod:`lns_ops.cpu.kernels.small`).
 
-Small are products of at most :data:`PRODUCTS` multiplications, and sums and elementwise operations
-of at most :data:`ELEMENTS` elements. The bits are those of the kernels of large operands, which
-``LNS_OPS_CPU_KERNEL`` forces for products.
+Products of at most :data:`PRODUCTS` multiplications are small, and sums and elementwise operations
+of at most :data:`ELEMENTS` elements. The bits are the same as with the kernels for large operands.
+``LNS_OPS_CPU_KERNEL`` forces the latter for products.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ELEMENTS = 1 << 12
 
 
 def are_products(count: int) -> bool:
-    """Return whether matrix products of so many multiplications in all are small."""
+    """Return whether matrix products with ``count`` multiplications in total are small."""
     return 0 < count <= PRODUCTS and "LNS_OPS_CPU_KERNEL" not in os.environ
 
 
 def are_elements(count: int) -> bool:
-    """Return whether sums and elementwise operations of so many elements are small."""
+    """Return whether sums and elementwise operations on ``count`` elements are small."""
     return 0 < count <= ELEMENTS
 
 
 def _in_memory(x: Codes) -> tuple[Codes, int, int]:
-    """Return matrices, or batches of them, flat as they lie, and the strides within a matrix."""
+    """Return matrices or batches flat in memory order, and the strides within a matrix."""
     rows, columns = x.shape[-2:]
     if x.flags.c_contiguous:
         return checked_codes(x).reshape(-1), columns, 1
@@ -47,7 +47,7 @@ def _in_memory(x: Codes) -> tuple[Codes, int, int]:
 
 
 def matmul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """Return ``x @ y`` of small matrices, or of batches of them."""
+    """Return ``x @ y`` of small matrices, or of batches of small matrices."""
     (M, K), N = x.shape[-2:], y.shape[-1]
     flat_x, x_row, x_column = _in_memory(x)
     flat_y, y_row, y_column = _in_memory(y)
@@ -62,7 +62,7 @@ def matmul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 
 def sum(x: Codes, K: int, shape: tuple[int, ...], inner: int, fmt: LNSFormat, shift: int) -> Codes:
-    """Return the sums of K codes each of a small ``x``, which lie ``inner`` apart, in ``shape``."""
+    """Return the sums of K codes each of a small ``x``, at distance ``inner``, with ``shape``."""
     out = np.empty(shape, np.int16)
     units = -(-out.size // STRIP) if inner == 1 else -(-inner // STRIP) * (out.size // inner)
     run(
@@ -77,18 +77,18 @@ def sum(x: Codes, K: int, shape: tuple[int, ...], inner: int, fmt: LNSFormat, sh
 def broadcast_form(
     x: tuple[int, ...], y: tuple[int, ...]
 ) -> tuple[tuple[int, ...], int, NDArray[np.int64]] | None:
-    """Return the shape to which two shapes broadcast, and how a small kernel goes through it.
+    """Return the shape to which two shapes broadcast, and how a small kernel iterates over it.
 
-    That is its number of units, and the sizes and the strides of both in three dimensions. None
-    where it takes more dimensions, or where the result is not small.
+    These are the number of units, and the sizes and both strides in three dimensions. Returns None
+    if more dimensions are needed, or if the result is not small.
 
     Raises:
-        ValueError: they do not broadcast.
+        ValueError: the shapes do not broadcast.
     """
     shape = broadcast_shape(x, y)
     if not 0 < math.prod(shape) <= ELEMENTS:
         return None
-    groups: list[tuple[int, bool, bool]] = []  # size, and which of both are repeated along it
+    groups: list[tuple[int, bool, bool]] = []  # size, and which operands are broadcast along it
     padded = ((1,) * (len(shape) - len(s)) + tuple(s) for s in (x, y))
     for size, of_x, of_y in zip(shape, *padded, strict=True):
         repeated = (of_x == 1, of_y == 1)

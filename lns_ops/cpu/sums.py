@@ -1,8 +1,8 @@
 """Sums on the CPU, in the contract's order of additions.
 
-They run on 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.reduce`) or by gathers
-from a table (:mod:`lns_ops.cpu.kernels.gather_gemm`); :mod:`lns_ops.cpu.kernel_choice` says which.
-Small ones take one kernel (:mod:`lns_ops.cpu.small`).
+They use 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.reduce`) or table gathers
+(:mod:`lns_ops.cpu.kernels.gather_gemm`); :mod:`lns_ops.cpu.kernel_choice` decides. Small sums use
+one kernel (:mod:`lns_ops.cpu.small`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
 
     Args:
         x: int16 codes with at least one axis.
-        axis: which one; negative counts from the end. Axis 0 and the last axis need no copy.
+        axis: the axis to sum over; negative counts from the end. Axis 0 and the last need no copy.
         fmt: the format.
-        shift: ulps added to the logarithm of a sum before it is stored in the format: a factor
-            without saturation in between.
+        shift: ulps added to the logarithm of a sum before it is stored: a factor without
+            intermediate saturation.
 
     Returns:
-        Codes of ``x``'s shape without ``axis``.
+        Codes with ``x``'s shape without ``axis``.
     """
     axis = range(x.ndim)[axis]
     K, shape = x.shape[axis], x.shape[:axis] + x.shape[axis + 1 :]
@@ -58,7 +58,7 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
 
 
 def _sum_rows(x: Codes, words: NDArray[np.int32], K: int, fmt: LNSFormat) -> None:
-    """Put the sum of each K codes that lie side by side into ``words``."""
+    """Write the sums of each K adjacent codes to ``words``."""
     blocks = -(-K // BLOCK)
     parts = np.empty(blocks * words.size, np.int32)
     table, limits = gather_gemm.distance_table(fmt.fraction_bits), (LOWEST, HIGHEST)
@@ -80,7 +80,7 @@ def _sum_rows(x: Codes, words: NDArray[np.int32], K: int, fmt: LNSFormat) -> Non
 
 
 def _sum_columns(x: Codes, words: NDArray[np.int32], K: int, inner: int, fmt: LNSFormat) -> None:
-    """Put the sum of each K codes that lie ``inner`` apart into ``words``."""
+    """Write the sums of each K codes at distance ``inner`` to ``words``."""
     chosen = lanes_plan((x,), K, fmt) if inner >= avx512.PANEL // 2 else None
     width = gather_gemm.STRIP if chosen is None else avx512.PANEL
     units, grain = -(-inner // width) * (words.size // inner), max(1, GRAIN // (K * width))

@@ -1,6 +1,5 @@
-"""Optimizer updates in place on the CPU: SGD and Adam, in LNS arithmetic or in float32.
-
-The LNS updates are fused; float32 ones stand between loads and stores of codes.
+"""In-place optimizer updates on the CPU: SGD and Adam, fused in LNS arithmetic, or in float32 on
+decoded codes.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ def _in_place(name: str, x: Codes, shape: tuple[int, ...]) -> Codes:
 
 @lru_cache(maxsize=32)
 def _fine_table(fraction_bits: int) -> NDArray[np.int32]:
-    """Return both tables of additions that round at random, one after the other."""
+    """Return both tables of additions with random rounding, one after the other."""
     return np.concatenate(stochastic_tables(fraction_bits))
 
 
 def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16]:
-    """Return :func:`lns_ops.reference.random_bits`, up to seven more than ``count``."""
+    """Return :func:`lns_ops.reference.random_bits`, with up to seven more than ``count``."""
     blocks = -(-count // 8)
     out = np.empty(8 * blocks, np.uint16)
     key &= (1 << 64) - 1
-    signed = key - (key >> 63 << 64)  # as kernels take 64 bits
+    signed = key - (key >> 63 << 64)  # kernels take signed 64-bit numbers
     run(philox.random_bits, blocks, GRAIN // 16, out, out, signed, step, slot)
     return out
 
 
 def _absent(x: Codes | None, w: Codes) -> Codes:
-    """Return ``x``, or for None an array of its own that the kernel will not touch.
+    """Return ``x``, or for None a separate array that the kernel does not access.
 
-    One array for several arguments would overlap and keep the loop from vectorizing.
+    If one array were passed for several arguments, they would overlap and prevent vectorization.
     """
     return np.empty(w.size, np.int16) if x is None else x
 
@@ -74,7 +73,7 @@ def sgd_update(
 
     It changes ``weight``, ``buffer`` and ``compensation``.
 
-    ``buffer = momentum buffer + grad`` (where momentum and a buffer are given), ``update = -lr
+    ``buffer = momentum buffer + grad`` (if momentum and a buffer are given), ``update = -lr
     buffer``, then ``weight += update`` or, with Kahan compensation (W. Kahan 1965)::
 
         compensation = compensation + update
@@ -83,18 +82,18 @@ def sgd_update(
 
     Args:
         weight: int16 codes, contiguous, updated.
-        grad: int16 codes of the same shape; read only.
+        grad: int16 codes with the same shape; not changed.
         fmt: the format.
-        negative_lr: the code of ``-lr`` (an integer, or an array of one element).
+        negative_lr: the code of ``-lr`` (an integer, or an array with one element).
         momentum: the code of the momentum factor.
         buffer: momentum buffer, like ``weight``, updated.
         compensation: Kahan's running error, like ``weight``, updated.
-        key, step: round ``weight + update`` at random by the bits of (key, step); compensation is
-            not used then.
+        key, step: round ``weight + update`` at random with the bits of (key, step); the
+            compensation is not used then.
 
     Raises:
-        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape,
-            or ``grad``'s shape differs.
+        ValueError: an array to update is not writable, contiguous int16 with the weight's shape, or
+            ``grad``'s shape differs.
     """
     w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
     use_momentum = momentum is not None and buffer is not None
@@ -113,9 +112,9 @@ def sgd_update(
 def _rounded(
     weight: Codes, fmt: LNSFormat, compensation: Codes | None, key: int | None, step: int
 ) -> tuple[updates.Rounded, Codes, tuple[NDArray[np.int32], NDArray[np.int32], int, int]]:
-    """Return the kernels that round as asked for, their ``extra``, and what they sum by.
+    """Return the kernels for this rounding, their ``extra`` array, and the tables for sums.
 
-    That is ``table, fine, last, fine_last``.
+    The latter are ``table, fine, last, fine_last``.
     """
     table = fine = sum_table(fmt.fraction_bits)
     kernels, extra = updates.PLAIN, weight.reshape(-1)
@@ -144,17 +143,17 @@ def adam_update(
     :func:`lns_ops.reference.adam_update` has the equations.
 
     Args:
-        weight, exp_avg, root, compensation: int16 codes, contiguous, of one shape, updated.
-        grad: int16 codes of that shape; read only.
-        residue: the root's bits below the ulp, int16, updated; must be given unless ``key`` is.
-        step: 1 for the first one.
+        weight, exp_avg, root, compensation: int16 codes, contiguous, with one shape, updated.
+        grad: int16 codes with that shape; not changed.
+        residue: the root's bits below the ulp, int16, updated; required unless ``key`` is given.
+        step: 1 for the first step.
         negative_lr, weight_decay: codes of scalars.
-        key: round weight and root at random by the bits of (key, step); residue and compensation
+        key: round weight and root at random with the bits of (key, step); residue and compensation
             are not used then.
 
     Raises:
-        ValueError: an array to be updated is not writable contiguous int16 of the weight's shape,
-            ``grad``'s shape differs, a residue is needed, or a scalar is out of range.
+        ValueError: an array to update is not writable, contiguous int16 with the weight's shape,
+            ``grad``'s shape differs, a residue is missing, or a scalar is out of range.
     """
     codes, decay = adam_codes(beta1, beta2, eps, fmt), decay_table(beta2, fmt.fraction_bits)
     w, g = _in_place("weight", weight, weight.shape), _gradient(grad, weight)
@@ -165,8 +164,8 @@ def adam_update(
         lacks = _in_place("residue", residue, weight.shape)
     else:
         raise ValueError(
-            "residue=None: without it or a key the second moment would never move; pass int16 zeros"
-            " of the weight's shape"
+            "residue=None: without it or a key the second moment would never change; pass int16"
+            " zeros of the weight's shape"
         )
     kernels, extra, (table, *sums) = _rounded(weight, fmt, compensation, key, step)
     now = min(step, len(codes.correction)) - 1
@@ -210,7 +209,7 @@ def adam_update_float32(
 ) -> None:  # fmt: skip
     """Make one Adam or AdamW step in float32 operations, in place; not fused on a CPU.
 
-    It changes all arrays but ``grad``; :func:`lns_ops.reference.adam_update_float32` has the
+    It changes all arrays except ``grad``; :func:`lns_ops.reference.adam_update_float32` has the
     equations.
     """
     state: dict[str, Any] = {

@@ -1,20 +1,20 @@
 """LNS arithmetic on NVIDIA GPUs, through CuPy, equal to :mod:`lns_ops.reference` bit for bit.
 
-The kernels are those of ``lns_ops/cuda/src``.
+The kernels are in ``lns_ops/cuda/src``.
 
 Functions take and return torch CUDA tensors of int16 codes, share memory with them and run on
-torch's current stream, so they can be captured in a CUDA graph (after one call outside, which
-compiles and uploads tables). Kernels are compiled by NVRTC for the device found and the format
-asked for, once; CuPy keeps the machine code on disk (CUPY_CACHE_DIR).
+torch's current stream. So they can be captured in a CUDA graph, after one call outside that
+compiles kernels and uploads tables. NVRTC compiles each kernel once for a device and a format; CuPy
+caches the machine code on disk (CUPY_CACHE_DIR).
 
-Functions named ``quantize_...`` take float32 and return it, rounded to a number format.
+Functions named ``quantize_...`` take float32 tensors and round them to a number format.
 
-Nothing here waits for the GPU. What LNS has no code for (a NaN to encode, a zero divisor, the root
-of a negative) is counted on the device and becomes zero (an infinity the largest magnitude); the
-host raises it soon after (:mod:`.faults`).
+Nothing here waits for the GPU. Values without an LNS code (a NaN to encode, a zero divisor, the
+root of a negative number) are counted on the device as faults and become zero (an infinity becomes
+the largest magnitude). The host raises an error soon after (:mod:`.faults`).
 
-CuPy is optional. Without it, or without a device, :func:`unavailable` says why and every function
-raises; nothing falls back.
+CuPy is optional. Without CuPy or a device every function raises, and :func:`unavailable` returns
+the reason. Nothing falls back to the CPU.
 """
 
 from lns_ops.cuda.elementwise import add, decode, div, encode, mul, sqrt, sub

@@ -26,7 +26,7 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.gaussian_log import gaussian_tables, longest_decay_table, stochastic_tables
 
 _SHARED_FRACTION_BITS = 9
-"""The most fraction bits with which eight copies of the table of G fit, as fast sums need."""
+"""Largest number of fraction bits with which eight copies of the G table fit, for fast sums."""
 
 _BINARY_LAYOUT = "PPPqqqiiPPP"
 _ELEMENTWISE: dict[str, str] = {
@@ -57,22 +57,19 @@ _ELEMENTWISE: dict[str, str] = {
     "track": "PPPPPqiffP",
 }
 LISTS = {"sgd": ("PPPPPqqiii", 48), "ada": ("PPPPPPPqqiii", 40)}
-"""Layout of an entry of the list of parameters that a kernel takes, and how many it has."""
+"""Layout of an entry in a kernel's parameter list, and the maximum number of entries."""
 WITH_TABLE = (
     "add", "sub", "sum",
     *(name for name in _ELEMENTWISE if name.startswith(("normaliz", "sgd", "adam"))),
 )  # fmt: skip
 COPIES = 8
 MOST_CODES = 4096
-"""Codes that a thread block of a whole normalization keeps."""
+"""Number of codes that a thread block of a whole normalization keeps."""
 
 
 @lru_cache(maxsize=512)
 def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> CudaKernel:
-    """Return the kernel ``lns_NAME`` of a file of ``src``, compiled once.
-
-    There is one for each format and device.
-    """
+    """Return the kernel ``lns_NAME`` of a file in ``src``, compiled once per format and device."""
     fmt = LNSFormat(bits, fraction_bits)
     fast = fraction_bits <= _SHARED_FRACTION_BITS
     shared = (
@@ -92,7 +89,7 @@ def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) ->
                 8 * fine * name.endswith("stochastic")
                 + 4 * longest_decay_table(fraction_bits) * adam
             )
-    if name in ("sum", "normalization", "normalization_backward"):  # what its threads exchange
+    if name in ("sum", "normalization", "normalization_backward"):  # memory its threads share
         shared += THREADS * (4 if fast else 12)
     if name.startswith("normalization"):
         shared += 2 * (MOST_CODES + THREADS)
@@ -104,14 +101,15 @@ def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) ->
     return CudaKernel(function, _ELEMENTWISE[name], shared, *LISTS.get(name[:3], ()))
 
 
-atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+atexit.register(elementwise_kernel.cache_clear)  # before CuPy is unloaded; see lns_ops.cuda.runtime
 
 
 @lru_cache(maxsize=4096)
 def repetition(own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
     """Return ``(div, mod)`` by which a contiguous tensor of shape ``own`` repeats in ``shape``.
 
-    Element i of ``shape`` meets its element ``i // div % mod``; None if it does not repeat so.
+    Element i of ``shape`` uses its element ``i // div % mod``. Returns None if it repeats in
+    another way.
     """
     sizes = [1] * (len(shape) - len(own)) + list(own)
     full = [d for d, size in enumerate(shape) if size != 1]
@@ -247,7 +245,7 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 def decode(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
     """Return the values of ``codes`` in ``dtype``.
 
-    They are float64 for float64, else rounded to float32 and then to ``dtype``.
+    float64 values are exact to float64; others are rounded to float32 and then to ``dtype``.
     """
     double = dtype == torch.float64
     codes, device = codes.contiguous(), codes.get_device()

@@ -1,15 +1,15 @@
-"""Faults on a GPU: values that LNS has no code for, counted by kernels and raised by the host.
+"""Faults on a GPU: values without an LNS code, counted by kernels and raised by the host.
 
-A kernel that meets a fault (a NaN to encode, a zero divisor, ...) adds to a counter in device
-memory. There is one for each kind of fault, operation, and converted module in whose forward pass
-the kernel was launched; backward passes have no module. The first fault also writes a word of
-pinned host memory. So the host notices a fault without waiting for the GPU: it reads that word
-before it launches a kernel that can fault, before an optimizer's step and a graph's replay, and
-after it has waited for a value (``item()``, ``cpu()``), and raises the error there. Kernels that
-were queued before still run; CUDA queues about a thousand.
+A kernel that detects a fault (a NaN to encode, a zero divisor, ...) increments a counter in device
+memory. There is a counter for each kind of fault, operation, and converted module whose forward
+pass launched the kernel; backward passes have no module. The first fault also writes a word of
+pinned host memory, so the host notices it without waiting for the GPU. The host reads that word
+before it launches a kernel that can fault, before an optimizer step and a graph's replay, and after
+it has waited for a value (``item()``, ``cpu()``), and raises the error there. Kernels that were
+queued before still run; CUDA queues about a thousand.
 
-A program that has to handle faults at places of its own, such as one whose ranks must agree,
-turns that off with :func:`raise_only_when_asked` and calls :func:`check_faults`.
+A program that must handle faults at defined places, for example because its ranks must agree, turns
+this off with :func:`raise_only_when_asked` and calls :func:`check_faults`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lns_ops.cuda import later, runtime
 from lns_ops.spec.format import NonFiniteError
 
 NON_FINITE, ZERO_DIVISOR, NEGATIVE_ROOT, NO_VALUE = range(4)
-"""Kinds of faults; positions in a row of counters. ``src/faults.cuh`` has the same."""
+"""Kinds of faults; positions in a row of counters. ``src/faults.cuh`` has the same values."""
 _ERRORS = (
     (
         "NaN or infinity to encode: LNS has no code for either; clean the input first",
@@ -45,23 +45,22 @@ _ERRORS = (
     ),
 )
 _ROW = 8
-"""int32 words of a row: a counter for each kind, the address of the host's word, padding."""
+"""Number of int32 words of a row: a counter for each kind, the host word's address, padding."""
 _ROWS = 2048
-"""Operations of modules that are told apart; further ones share row 0."""
+"""Number of operations that are counted separately; further operations share row 0."""
 _SHOWN = 3
-"""Operations that an error names."""
+"""Number of operations that an error message names."""
 
 _operations: dict[str, int] = {"other operations": 0}
-"""The rows of operations, named with the module in whose forward pass they were launched."""
+"""The rows of operations, named with the module whose forward pass launched them."""
 _entered = threading.local()
-"""The names of the converted modules whose forward passes go on in a thread, the inner ones last.
-"""
+"""The names of the converted modules whose forward passes run in a thread, the innermost last."""
 _naming = threading.Lock()
 _asked_only = False
 
 
 def enter(module: str) -> None:
-    """Name a module in the faults of kernels that are launched until :func:`leave`."""
+    """Use a module's name for faults of kernels that are launched until :func:`leave`."""
     names = getattr(_entered, "names", None)
     if names is None:
         names = _entered.names = []
@@ -69,7 +68,7 @@ def enter(module: str) -> None:
 
 
 def leave() -> None:
-    """End what the last :func:`enter` began."""
+    """Undo the last :func:`enter`."""
     if names := getattr(_entered, "names", None):
         names.pop()
 
@@ -83,13 +82,13 @@ class Counters:
     """Counters of faults on one device.
 
     Attributes:
-        seen: the host's word that the first fault writes; not 0 if a fault has reached the host.
+        seen: the host word, which the first fault sets; not 0 once a fault has reached the host.
     """
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._pinned = torch.zeros(1, dtype=torch.int32).pin_memory()
-        # read in a tenth of the time that a tensor's element takes
+        # can be read in a tenth of the time of a tensor's element
         self.seen = memoryview(self._pinned.numpy().data)
         rows = np.zeros((_ROWS, _ROW), np.int32)
         rows.view(np.int64)[:, len(_ERRORS) // 2] = self._pinned.data_ptr()
@@ -103,7 +102,7 @@ class Counters:
         return self._start + 4 * _ROW * (_new_row(operation) if row is None else row)
 
     def check(self) -> None:
-        """Wait for the current stream and raise what was counted since the last call.
+        """Wait for the current stream and raise faults that were counted since the last call.
 
         Raises:
             ValueError: see :func:`check_faults`.
@@ -122,7 +121,7 @@ class Counters:
                 raised: Any = error(
                     f"{message} ({total} values on cuda:{self._device}, in {named})"
                 )
-                raised.operation = named  # not the operation that meets the error now
+                raised.operation = named  # the operation with the fault, not the current one
                 raise raised
 
 
@@ -135,20 +134,20 @@ def _new_row(operation: str) -> int:
 
 _of_devices: dict[int, Counters] = {}
 _of_streams: dict[tuple[int, int], Counters] = {}
-"""Counters of streams that have their own, by device and CUDA's handle of the stream."""
+"""Counters of streams with their own counters, by device and CUDA's handle of the stream."""
 
 
 def _counters(device: int) -> Counters | None:
-    """Return the counters of kernels that are launched now; None if there was no such kernel."""
+    """Return the counters for kernels launched now; None if no kernel was launched so far."""
     own = _of_streams.get((device, current_stream(device))) if _of_streams else None
     return own or _of_devices.get(device)
 
 
 def row_for(device: int, operation: str) -> int:
-    """Return the address of the counters that a kernel of ``operation`` is launched with.
+    """Return the address of the counters for a kernel of ``operation``.
 
     Raises:
-        ValueError: an earlier kernel has met a fault, see :func:`raise_seen`.
+        ValueError: an earlier kernel has detected a fault, see :func:`raise_seen`.
     """
     counters = _counters(device)
     if counters is None:
@@ -159,12 +158,12 @@ def row_for(device: int, operation: str) -> int:
 
 
 def raise_seen(device: int) -> None:
-    """Raise the faults of a GPU that the host has seen already; does not wait for more.
+    """Raise the faults of a GPU that have already reached the host; does not wait for more.
 
-    Values that are to be looked at without a wait (:mod:`.later`) are looked at, too.
+    Values queued by :mod:`.later` are read, too.
 
-    Does nothing on a CPU (-1, as ``Tensor.get_device`` says), while a graph is captured, and after
-    :func:`raise_only_when_asked`.
+    Does nothing on a CPU (device -1, as returned by ``Tensor.get_device``), while a graph is
+    captured, and after :func:`raise_only_when_asked`.
 
     Raises:
         ValueError: see :func:`check_faults`.
@@ -181,17 +180,16 @@ def _raise(counters: Counters) -> None:
 
 
 def raise_only_when_asked() -> None:
-    """From now on raise faults of this process in :func:`check_faults` alone."""
+    """Raise faults of this process only in :func:`check_faults` from now on."""
     global _asked_only
     _asked_only = True
 
 
 def count_faults_apart(stream: torch.cuda.Stream) -> None:
-    """Count the faults of kernels on ``stream`` by themselves from now on.
+    """Count the faults of kernels on ``stream`` separately from now on.
 
-    :func:`check_faults` called on that stream reads those alone.
-
-    For programs in which several threads compute on one device, each on a stream of its own.
+    :func:`check_faults` reads only these counters if it is called on that stream. This is for
+    programs in which several threads compute on one device, each on its own stream.
     """
     key = stream.device.index, stream.cuda_stream
     if key not in _of_streams:
@@ -199,14 +197,14 @@ def count_faults_apart(stream: torch.cuda.Stream) -> None:
 
 
 def check_faults(device: int | torch.device | None = None) -> None:
-    """Wait for ``device`` and raise what its LNS kernels have counted since the last call.
+    """Wait for ``device`` and raise the faults that LNS kernels have counted since the last call.
 
-    The default is the current device. A fault is raised without this call as well, by the next LNS
-    operation, optimizer step, ``item()`` or ``cpu()`` that comes after the GPU has met it; this
-    call waits for those that the GPU has not met yet.
+    The default is the current device. A fault is also raised without this call, by the next LNS
+    operation, optimizer step, ``item()`` or ``cpu()`` after the GPU has detected it; this call
+    waits for all faults.
 
-    On a stream with counters of its own (:func:`lns_ops.cuda.count_faults_apart`): what the kernels
-    on that stream have counted.
+    On a stream with its own counters (:func:`lns_ops.cuda.count_faults_apart`) only faults of
+    kernels on that stream are raised.
 
     Raises:
         NonFiniteError: (a ValueError) a NaN or an infinity was encoded.

@@ -1,6 +1,6 @@
 """Matrix products of codes with float32 sums on NVIDIA GPUs.
 
-:mod:`lns_ops.functional.float32_matmul` has the method and the CPU's products.
+:mod:`lns_ops.functional.float32_matmul` has the method and the CPU version.
 
 Shape suffixes: M, K, N of a product; B a batch, which may be absent.
 """
@@ -22,18 +22,18 @@ from lns_ops.cuda import elementwise, runtime
 from lns_ops.spec.format import LNSFormat, decode_significands
 
 _BFLOAT16_FRACTION_BITS, _TF32_FRACTION_BITS = 6, 9
-"""The most fraction bits with which bfloat16 and tf32 keep codes apart.
+"""Largest numbers of fraction bits for which bfloat16 and tf32 can distinguish all codes.
 
-The formats' steps are wider than those of bfloat16 and tf32.
+Up to these, the formats' steps are wider than the steps of bfloat16 and tf32.
 """
 _MANTISSAS = {"bf16": 7, "tf32": 10}
-"""The bits of a significand behind the binary point."""
+"""Number of significand bits after the binary point."""
 
 
 def in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
     """Return ``x`` or its transpose, whichever is contiguous, and whether it is the transpose.
 
-    If neither is, return a contiguous copy.
+    If neither is contiguous, return a contiguous copy.
     """
     if x.is_contiguous():
         return x, False
@@ -41,9 +41,9 @@ def in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which torch.autocast leaves the products of tensors like ``x`` alone.
+    """Return a context in which torch.autocast does not change products of tensors like ``x``.
 
-    It would round float32 operands to 16 bits.
+    Otherwise it would round float32 operands to 16 bits.
     """
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
@@ -70,7 +70,7 @@ def float32_kernel(name: str, bits: int, fraction_bits: int, device: int) -> run
     )
 
 
-atexit.register(float32_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+atexit.register(float32_kernel.cache_clear)  # before CuPy is unloaded; see lns_ops.cuda.runtime
 
 
 @lru_cache(maxsize=64)
@@ -81,10 +81,7 @@ def _mantissas(fraction_bits: int, bits: int, device: int) -> Tensor:
 
 
 def operand_type(fraction_bits: int) -> str:
-    """Return the type in which a GPU multiplies codes: ``bf16``, ``tf32`` or ``float32``.
-
-    It depends on the number of fraction bits.
-    """
+    """Return the type in which a GPU multiplies codes: ``bf16``, ``tf32`` or ``float32``."""
     if fraction_bits <= _BFLOAT16_FRACTION_BITS:
         return "bf16"
     return "tf32" if fraction_bits <= _TF32_FRACTION_BITS else "float32"
@@ -93,9 +90,10 @@ def operand_type(fraction_bits: int) -> str:
 def decoded_operands(
     x: Tensor, y: Tensor, bits: int, fraction_bits: int, kind: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the values of ``x`` and ``y`` in a type that carries them, with their shapes.
+    """Return the values of ``x`` and ``y`` in a type that can represent them, with their shapes.
 
-    ``kind`` is a wider type than :func:`operand_type`'s; tf32 lies in float32 tensors.
+    ``kind`` may be a wider type than :func:`operand_type` returns; tf32 values are in float32
+    tensors.
     """
     (x, x_turned), (y, y_turned) = in_memory_order(x), in_memory_order(y)
     kind, device = kind or operand_type(fraction_bits), x.get_device()
@@ -122,11 +120,11 @@ _precision = threading.Lock()
 
 @contextmanager
 def float32_precision(setting: Any, wanted: str) -> Iterator[None]:
-    """Make a library multiply float32 numbers as ``tf32`` or ``ieee`` float32 inside.
+    """Make a library multiply float32 numbers as ``tf32`` or ``ieee`` float32 inside the context.
 
-    ``setting`` is ``torch.backends.cuda.matmul`` or ``torch.backends.cudnn.conv``. It is the whole
-    process's: a float32 product that another thread launches meanwhile goes by it too. The lock
-    keeps two threads in here from restoring each other's.
+    ``setting`` is ``torch.backends.cuda.matmul`` or ``torch.backends.cudnn.conv``. It applies to
+    the whole process, so float32 products that another thread launches meanwhile use it, too. A
+    lock keeps two threads in this context from restoring each other's setting.
     """
     with _precision:
         before = setting.fp32_precision
@@ -141,9 +139,8 @@ def float32_precision(setting: Any, wanted: str) -> Iterator[None]:
 
 
 def float32_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
-    """Return ``left @ right`` as contiguous float32, multiplied as ``kind`` says.
-
-    ``kind`` is one of :func:`operand_type`'s.
+    """Return ``left @ right`` as contiguous float32, multiplied in the precision ``kind``, one of
+    the types of :func:`operand_type`.
     """
     aten = torch.ops.aten
     product = aten.mm if left.dim() == 2 else aten.bmm
@@ -157,7 +154,7 @@ def float32_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
 
 
 def matmul_cuda(x_BMK: Tensor, y_BKN: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Return ``x @ y`` with float32 sums by tensor cores; three launches."""
+    """Return ``x @ y`` with float32 sums on tensor cores; three launches."""
     (M, K), N, device = x_BMK.shape[-2:], y_BKN.shape[-1], x_BMK.get_device()
     out = torch.empty((*x_BMK.shape[:-1], N), dtype=torch.int16, device=x_BMK.device)
     if out.numel() == 0 or K == 0:

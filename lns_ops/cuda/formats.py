@@ -1,9 +1,9 @@
-"""Rounding to formats with a scale, and the random integers of rounding at random, on NVIDIA GPUs.
+"""Rounding to formats with a scale, and random integers for stochastic rounding, on NVIDIA GPUs.
 
-A call is one kernel, or two where a few long rows have to be shared among thread blocks, in place
-of some twenty of torch's operations, with the same bits; Philox takes one in place of a hundred.
-Unlike those, kernels are compiled when they are first called, which a CUDA graph's capture refuses:
-call once before it.
+A call is one kernel, or two if a few long rows must be shared among thread blocks. It replaces
+about twenty torch operations, with the same bits; Philox is one kernel instead of a hundred
+operations. Kernels are compiled when they are first called, which is not possible during the
+capture of a CUDA graph: call once before it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LAYOUTS = {
 }
 _FLOATS, _LOGARITHMS, _INTEGERS = 0, 1, 2
 _FORMATS = {_FLOATS: "iiii", _LOGARITHMS: "iPPP", _INTEGERS: "ii"}
-"""What each of the kinds in ``formats.cu`` takes of a format."""
+"""The arguments for a format, for each kind of format in ``formats.cu``."""
 _CHUNK = 4096
-"""Values that a thread block takes of a row that several share."""
+"""Number of values that a thread block takes from a row that several blocks share."""
 _WARP = 32
 _LONG_FOR_WARP, _LONG_FOR_BLOCK = 1024, 16384
-"""Values of a group above which a thread block takes it in place of a warp, or several do."""
+"""Group sizes above which a thread block replaces a warp, or several blocks replace one."""
 _INFINITY = 0x7F800000
 
 
@@ -52,12 +52,12 @@ def _kernel(name: str, fmt: LNSFormat | int, device: int) -> runtime.CudaKernel:
     return runtime.CudaKernel(function, layout, 0)
 
 
-atexit.register(_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+atexit.register(_kernel.cache_clear)  # before CuPy is unloaded; see lns_ops.cuda.runtime
 
 
 @lru_cache(maxsize=1024)
 def _bits(value: float) -> int:
-    """Return the bits of a float32."""
+    """Return the bit pattern of a float32."""
     return int(struct.unpack("i", struct.pack("f", value))[0])
 
 
@@ -65,18 +65,18 @@ def quantize_floats(
     x: Tensor, width: int, length: int, mantissa_bits: int, min_exponent: int, largest: float,
     saturates: bool,
 ) -> Tensor:  # fmt: skip
-    """Round to the nearest of binary floats, times the largest power of two for each group with
-    which none of the group is above ``largest``; by these alone where ``length`` is 0.
+    """Round to the nearest binary float times a power of two for each group, the smallest that
+    avoids saturation; without a scale if ``length`` is 0.
 
     Args:
         x: float32, any shape.
         width: number of values of a row.
-        length: number of values of a group, of which a row's last may have fewer; at most 16,384,
-            or the row's.
-        mantissa_bits: bits of the significand behind the binary point.
+        length: number of values of a group, at most 16,384 or the row's length; a row's last group
+            may have fewer.
+        mantissa_bits: significand bits after the binary point.
         min_exponent: exponent of the smallest normal number.
         largest: largest magnitude.
-        saturates: whether what is above becomes ``largest``, or infinite. A NaN stays one.
+        saturates: whether larger values become ``largest`` instead of infinity. NaNs stay NaN.
     """
     limit = _bits(largest)
     beyond = limit if saturates else _INFINITY
@@ -87,9 +87,10 @@ def quantize_floats(
 def quantize_logarithms(
     x: Tensor, width: int, length: int, fmt: LNSFormat, largest: float
 ) -> Tensor:
-    """Round to the nearest of an LNS format, times a power of two as :func:`quantize_floats` has.
+    """Round to the nearest LNS value times a power of two, as in :func:`quantize_floats`.
 
-    What is not finite is counted (:func:`lns_ops.check_faults`), and reads as some value.
+    NaNs and infinities are counted as faults (:func:`lns_ops.check_faults`); the result is some
+    value.
     """
     device = x.get_device()
     tables = runtime.device_tables(fmt.fraction_bits, device)
@@ -102,7 +103,7 @@ def quantize_logarithms(
 
 def quantize_integers(x: Tensor, width: int, length: int, bits: int) -> Tensor:
     """Round to integers of ``bits`` bits times a scale for each group, as
-    :class:`lns_ops.formats.Integer`. A NaN stays one."""
+    :class:`lns_ops.formats.Integer` does. NaNs stay NaN."""
     return _quantize(x, width, length, _INTEGERS, ((1 << bits - 1) - 1, bits - 1))
 
 
@@ -167,7 +168,7 @@ def _quantize(
 
 
 def random_bits(count: int, key: int, step: Tensor, slot: int) -> Tensor:
-    """Return :func:`lns_ops.reference.random_bits`, int32, up to seven more than ``count``.
+    """Return :func:`lns_ops.reference.random_bits`, int32, with up to seven more than ``count``.
 
     Args:
         step: 0-dim, on the GPU that computes.

@@ -1,6 +1,5 @@
-"""Matrix products on NVIDIA GPUs: the fast kernel's tile for a shape, and the exact kernel.
-
-The exact kernel serves formats with large tables.
+"""Matrix products on NVIDIA GPUs: a fast kernel with a tile for each shape, and an exact kernel for
+formats with large tables.
 """
 
 from __future__ import annotations
@@ -59,11 +58,9 @@ class Tile(NamedTuple):
     def cycles(self, batch: int, M: int, N: int, K: int, multiprocessors: int) -> float:
         """Return the estimated cycles of a product.
 
-        They are waves of tiles, each with its rounds of 64 k per group, by the busiest of the four
-        schedulers.
-
-        A multiply-add takes seven instructions and its share of what surrounds it, which grows as
-        tiles shrink.
+        The estimate counts waves of tiles, each with its rounds of 64 k per group, for the busiest
+        of the four schedulers. A multiply-add takes seven instructions plus its share of
+        the surrounding code, which is larger for smaller tiles.
         """
         waves = -(-batch * (-(-M // self.rows)) * (-(-N // self.columns)) // multiprocessors)
         blocks = max(1, -(-K // BLOCK))
@@ -78,7 +75,7 @@ class Tile(NamedTuple):
 
 
 _CYCLES_PER_TILE = 8000
-"""The cycles for filling the table, the first loads and the last stores."""
+"""Number of cycles for filling the table, the first loads and the last stores."""
 TILES = tuple(
     Tile(*shape)
     for shape in [
@@ -98,7 +95,7 @@ _GEMM_LAYOUT = "PPPPPPiiiqqqqii"
 
 @lru_cache(maxsize=256)
 def choose_tile(batch: int, M: int, N: int, K: int, multiprocessors: int) -> Tile:
-    """Return the tile of the fewest estimated cycles."""
+    """Return the tile with the fewest estimated cycles."""
     return min(TILES, key=lambda tile: tile.cycles(batch, M, N, K, multiprocessors))
 
 
@@ -130,14 +127,14 @@ def _gemm_exact(bits: int, fraction_bits: int, device: int) -> CudaKernel:
     return CudaKernel(function, "PPPPiiiqqqqqq", 0)
 
 
-atexit.register(_gemm.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
-atexit.register(_gemm_exact.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+atexit.register(_gemm.cache_clear)  # before CuPy is unloaded; see lns_ops.cuda.runtime
+atexit.register(_gemm_exact.cache_clear)  # before CuPy is unloaded; see lns_ops.cuda.runtime
 
 
 def _unit_stride(x: Tensor) -> tuple[Tensor, bool, int]:
     """Return ``x`` with a unit stride in one of its last two dimensions, and its layout.
 
-    The layout is whether that dimension is the last one, and the other one's stride.
+    The layout is whether the last dimension has the unit stride, and the stride of the other.
     """
     rows, columns = x.shape[-2:]
     if x.stride(-1) == 1 or columns == 1:
@@ -157,7 +154,7 @@ def matmul(
     relu: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Return ``x_MK @ y_KN`` or ``x_BMK @ y_BKN``, with bias and ReLU where asked for.
+    """Return ``x_MK @ y_KN`` or ``x_BMK @ y_BKN``, with optional bias and ReLU.
 
     ``+ bias_N`` and ``max(0, .)`` are each an LNS operation.
 

@@ -1,7 +1,4 @@
-"""Table look-ups and sums by destination on NVIDIA GPUs.
-
-This is the GPU's side of :mod:`lns_ops.functional.indexed`.
-"""
+"""Table look-ups and sums by destination on NVIDIA GPUs, for :mod:`lns_ops.functional.indexed`."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Cu
     )
 
 
-atexit.register(_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+atexit.register(_kernel.cache_clear)  # before CuPy is unloaded; see lns_ops.cuda.runtime
 
 
 @lru_cache(maxsize=1024)
 def function_table(
     function: str, parameters: tuple[float, ...], fmt: LNSFormat, device: int
 ) -> Tensor:
-    """Return a function's code of each code, on a device, uploaded once."""
+    """Return a function's result for each code, as a table on a device, uploaded once."""
     return runtime.uploaded(table(function, parameters, fmt), device)
 
 
@@ -65,9 +62,8 @@ def lookup(
 
 
 def segment_sum(x: Tensor, order: Tensor, starts: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Return in row r the sum of rows ``order[starts[r] : starts[r + 1]]`` of ``x``.
-
-    The sum goes in the contract's order.
+    """Return in row r the sum of rows ``order[starts[r] : starts[r + 1]]`` of ``x``, in the
+    contract's order.
     """
     x, order, starts, device = (
         x.contiguous(),

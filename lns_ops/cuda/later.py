@@ -1,9 +1,9 @@
-"""Values of a GPU that the host reads once they are there, without waiting for them.
+"""Read values from a GPU on the host once they are available, without waiting.
 
-A warning that looks at values would have the host wait for all that it has queued. Here values are
-copied to pinned memory behind the kernels that compute them, and the host asks whether the copy is
-done where it comes by: as the next value is looked at, and where faults are raised (before an
-optimizer's step, and after the host has waited for a value).
+A warning that reads values would make the host wait for everything it has queued. Here values are
+copied to pinned memory after the kernels that compute them. The host checks whether the copy is
+done at later opportunities: when the next value is queued, and where faults are raised (before an
+optimizer step, and after the host has waited for a value).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _waiting: deque[tuple[Callable[[], bool], Tensor, _Action]] = deque()
 
 
 def read(values: Tensor, action: _Action) -> None:
-    """Call ``action`` with a vector of values: at once on a CPU, from a GPU as soon as they are
-    there and the host comes by."""
+    """Call ``action`` with a vector of values: at once on a CPU; for a GPU in a later check, once
+    the values have been copied."""
     if not values.is_cuda:
         action(values.tolist())
         return
@@ -32,12 +32,12 @@ def read(values: Tensor, action: _Action) -> None:
 
 
 def wait(is_there: Callable[[], bool], host: Tensor, action: _Action) -> None:
-    """Have :func:`look` call ``action`` once ``is_there`` says that ``host`` is filled."""
+    """Let :func:`look` call ``action`` once ``is_there`` returns that ``host`` is filled."""
     _waiting.append((is_there, host, action))
 
 
 def look() -> None:
-    """Read what is there by now, in the order in which it was asked for."""
+    """Process all values that are available, in the order in which they were queued."""
     while _waiting and _waiting[0][0]():
         _, host, action = _waiting.popleft()
         action(host.tolist())

@@ -1,9 +1,9 @@
-"""Normalizations on NVIDIA GPUs: all of one in a kernel, or the elementwise part by itself.
+"""Normalizations on NVIDIA GPUs: in a single kernel, or only the elementwise part.
 
-A thread block takes groups, which are what is averaged together, and keeps their sums in shared
-memory. Where a group's terms lie in too many places, are too many for that, or are so many in so
-few groups that most of the GPU would wait, sums are kernels of their own (:mod:`lns_ops.cuda.sums`)
-and the elementwise part is one.
+A group is the set of values that are averaged together. A thread block takes groups, and keeps
+their sums in shared memory. This is not possible if a group's terms are in too many places or too
+many, and not efficient if there are so few large groups that most of the GPU would be idle. Then
+sums are separate kernels (:mod:`lns_ops.cuda.sums`), and the elementwise part is another.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from lns_ops.spec.format import LNSFormat, logarithm
 from lns_ops.spec.reference import BLOCK, LONG_SUM
 
 _MOST_ALONE = 1 << 17
-"""Terms of a group beyond which there must be a group for every multiprocessor."""
+"""Number of terms of a group above which every multiprocessor must have a group."""
 
 
 class Cut(NamedTuple):
-    """How the kernels cut a tensor of one shape into groups.
+    """How the kernels split a tensor of one shape into groups.
 
     Attributes:
         kept: shape of the statistics.
-        groups: how many there are.
-        numbers: what the kernels are given of them; last of all ``columns``, the number of groups
-            that a thread block takes at a time.
-        wide: whether vectors of 8 terms are aligned where the tensor is.
+        groups: number of groups.
+        numbers: the kernels' parameters for this split; the last is ``columns``, the number of
+            groups that a thread block takes at a time.
+        wide: whether vectors of 8 terms are aligned if the tensor is.
     """
 
     kept: tuple[int, ...]
@@ -56,11 +56,11 @@ def cut_of(
     shape: torch.Size, dims: tuple[int, ...], stages: tuple[int, ...], fraction_bits: int,
     device: int,
 ) -> Cut | None:  # fmt: skip
-    """Return how the kernels cut contiguous tensors of a shape; None if they cannot.
+    """Return how the kernels split contiguous tensors of a shape; None if they cannot.
 
     Args:
-        dims: what is averaged over, ascending.
-        stages: numbers of terms of the means that are taken in turn.
+        dims: dimensions that are averaged over, ascending.
+        stages: numbers of terms of the means that are computed in turn.
     """
     strides = torch.empty(shape, device="meta").stride()
     plan = plan_of(tuple(shape), strides, None, dims, device)
@@ -77,17 +77,17 @@ def cut_of(
     shifts = [-logarithm(n, fraction_bits) for n in (length, pieces)]
     kept = tuple(1 if d in dims else n for d, n in enumerate(shape))
     numbers = (plan.terms, plan.sums, *plan.places, length, *shifts, columns)
-    wide = plan.wide and (pieces == 1 or length % 8 == 0)  # where a mean begins, too
+    wide = plan.wide and (pieces == 1 or length % 8 == 0)  # also at the start of each mean
     return Cut(kept, plan.sums, numbers, wide)
 
 
 def _columns(terms: int, groups: int, length: int, stride: int, device: int) -> int:
     """Return the number of groups that a thread block takes at a time; 0 if it cannot take one.
 
-    The threads that take one must be as many as the longest of its sums has blocks; 8 groups that
-    lie beside each other are read together.
+    A group needs as many threads as its longest sum has blocks; 8 adjacent groups are read
+    together.
     """
-    most = 1  # blocks of a mean, or of the sum that is a gradient of weight or bias
+    most = 1  # blocks of a mean, or of the sum for a gradient of weight or bias
     for n in (min(length, terms), -(-terms // length), min(LONG_SUM, terms), -(-terms // LONG_SUM)):
         most = max(most, -(-n // BLOCK))
     columns = THREADS // (1 << (most - 1).bit_length())
@@ -106,9 +106,9 @@ def normalization(
     """Return ``y``, ``y weight + bias``, mean, rest, variance and scale, as the operator does.
 
     Args:
-        cut: what :func:`cut_of` returns.
-        weight, bias: in a shape that broadcasts to that of ``x``, or absent.
-        eps: a positive code of the format of squares.
+        cut: result of :func:`cut_of`.
+        weight, bias: with a shape that broadcasts to ``x``, or absent.
+        eps: a positive code in the format of squares.
     """
     x, affine = x.contiguous(), weight is not None or bias is not None
     y = torch.empty_like(x)
@@ -131,9 +131,9 @@ def normalization_backward(
     cut: Cut, grad: Tensor, y: Tensor, scale: Tensor, weight: Tensor | None, centred: bool,
     wanted: Sequence[bool], bits: int, fraction_bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of ``x``, weight and bias; those that are not ``wanted`` are empty.
+    """Return the gradients of ``x``, weight and bias; gradients that are not ``wanted`` are empty.
 
-    Weight and bias have an element for each group, or neither is there.
+    Weight and bias have an element for each group, or both are absent.
     """
     grad, y, scale = grad.contiguous(), y.contiguous(), scale.contiguous()
     of_x = torch.empty_like(grad) if wanted[0] else grad.new_empty(0)
@@ -156,7 +156,7 @@ def _of_groups(
     bits: int,
     fraction_bits: int,
 ) -> None:
-    """Launch a kernel that takes all of a normalization."""
+    """Launch a kernel that computes a whole normalization."""
     device = arrays[0].get_device()
     tables, kernel = (
         device_tables(fraction_bits, device),
@@ -172,7 +172,7 @@ def _of_groups(
 
 
 def _repeated(codes: Tensor | None, like: Tensor) -> tuple[tuple[int, int, int], Tensor | None]:
-    """Return pointer, ``div`` and ``mod`` of an operand, and what must live as long as they."""
+    """Return pointer, ``div`` and ``mod`` of an operand, and the tensor to keep alive."""
     if codes is None:
         return (0, 1, 1), None
     codes = codes.contiguous()
@@ -192,7 +192,7 @@ def normalize(
     bits: int,
     fraction_bits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``y = (x - mean) scale`` and ``y weight + bias``; the latter empty without either."""
+    """Return ``y = (x - mean) scale``, and ``y weight + bias``, empty without weight and bias."""
     x, affine = x.contiguous(), weight is not None or bias is not None
     y = torch.empty_like(x)
     out = torch.empty_like(x) if affine else x.new_empty(0)
@@ -239,10 +239,10 @@ def track_(
     averages: Sequence[Tensor | None], mean: Tensor, rest: Tensor, variance: Tensor, unbiased: int,
     momentum: float, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
-    """Update running averages, contiguous float32, by the codes of a mean and a variance.
+    """Update running averages, contiguous float32, from the codes of a mean and a variance.
 
-    ``average = (1 - momentum) average + momentum value``, of ``mean + rest`` and of the variance
-    times ``unbiased``; these two are codes of the format of squares.
+    ``average = (1 - momentum) average + momentum value``. The values are ``mean + rest``, and the
+    variance times ``unbiased``; these two are codes in the format of squares.
     """
     mean, rest, variance = mean.contiguous(), rest.contiguous(), variance.contiguous()
     device = mean.get_device()

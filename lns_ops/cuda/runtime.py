@@ -1,7 +1,7 @@
-"""The runtime that CUDA kernels share: CuPy and NVRTC, launching, and tables.
+"""The runtime of all CUDA kernels: CuPy and NVRTC, launches, and tables.
 
-A kernel is compiled for a device and a format from ``lns_ops/cuda/src``, once; its arguments are
-packed as ``struct`` writes them, and it runs on torch's current stream.
+A kernel in ``lns_ops/cuda/src`` is compiled once for a device and a format. Its arguments are
+packed in ``struct``'s layout, and it runs on torch's current stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lns_ops.spec.format import (
 from lns_ops.spec.gaussian_log import gaussian_tables
 
 REPLICATED_FRACTION_BITS = 7
-"""The most fraction bits with which 32 copies of the table of G fit in shared memory.
+"""Largest number of fraction bits with which 32 copies of the G table fit in shared memory.
 
 The fast GEMM needs them in one multiprocessor.
 """
@@ -53,7 +53,7 @@ def _cupy() -> Any:
 
 
 def unavailable() -> str | None:
-    """Say why there is no CUDA backend here; None if there is one."""
+    """Return the reason why CUDA kernels cannot run, or None if they can."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
@@ -64,7 +64,7 @@ def unavailable() -> str | None:
 
 
 def kernel_info() -> dict[str, str]:
-    """Return the ``kernel`` in use (or ``none``) and the ``reason``, as on the CPU."""
+    """Return the ``kernel`` in use (or ``none``) and the ``reason``, as the CPU version does."""
     reason = unavailable()
     if reason is not None:
         return {"kernel": "none", "reason": reason}
@@ -83,7 +83,7 @@ def kernel_info() -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def kernel_source(name: str) -> str:
-    """Return the source of a kernel file, with its includes in place."""
+    """Return the source of a kernel file, with its includes expanded."""
     file = resources.files("lns_ops.cuda") / "src" / name
     lines = file.read_text().replace("#pragma once\n", "").splitlines(keepends=True)
     return "".join(
@@ -93,10 +93,10 @@ def kernel_source(name: str) -> str:
 
 
 class _Arguments(threading.local):
-    """A thread's memory for the arguments of a launch, which the driver copies as it launches.
+    """A thread's memory for the arguments of a launch; the driver copies them when it launches.
 
     Attributes:
-        ready: whether the thread has met the runtime.
+        ready: whether the thread has initialized the runtime.
     """
 
     def __init__(self) -> None:
@@ -111,16 +111,16 @@ class _Arguments(threading.local):
 
 
 _MOST_BYTES = 4096
-"""Most bytes that the arguments of a kernel may have, CUDA's limit."""
+"""CUDA's limit for the bytes of a kernel's arguments."""
 _arguments = _Arguments()
 
 
 class CudaKernel:
-    """A compiled kernel with the memory layout of its arguments, as ``struct`` writes it.
+    """A compiled kernel with the memory layout of its arguments in ``struct``'s notation.
 
-    A kernel that takes a list as its last argument has ``most`` entries of the layout ``entry``
-    there, of which a launch gives as many as it has. Kernels of one ``function`` with other shared
-    memory say what it is ``allowed`` in all, which is a property of the function.
+    A kernel whose last argument is a list has room for ``most`` entries with the layout ``entry``;
+    a launch passes as many as it needs. Kernels of one ``function`` with different shared memory
+    set its maximum, ``allowed``, because that is a property of the function.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class CudaKernel:
             return
         own = _arguments
         if not own.ready:
-            # A thread of torch's, such as autograd's, may not have met the runtime yet and have no
-            # context.
+            # A torch thread, such as autograd's, may not have initialized the runtime yet, and then
+            # has no context.
             _cupy().cuda.Device(device).use()
             own.ready = True
         self._pack(own.values, 0, *arguments)
@@ -164,7 +164,7 @@ class CudaKernel:
         )  # fmt: skip
 
     def resident(self, device: int) -> int:
-        """Return how many thread blocks of ``_THREADS`` the device holds at once."""
+        """Return how many thread blocks of ``_THREADS`` threads the device can hold at once."""
         if device not in self._resident:
             with torch.cuda.device(device):
                 _cupy().cuda.Device(device).use()
@@ -183,12 +183,10 @@ def _driver() -> Any:
 
 @atexit.register
 def _forget() -> None:
-    """Unload modules at the interpreter's end, while CuPy is still whole.
+    """Unload modules when the interpreter exits, before CuPy is torn down.
 
-    Later its destructors would only complain.
-
-    Files that keep kernels register their caches' ``cache_clear`` after this one, so these go
-    first.
+    Later their destructors would print errors. Files that cache kernels register their
+    ``cache_clear`` after this function, so these run first.
     """
     shared_base.cache_clear()
     if "cupy" in sys.modules:
@@ -199,22 +197,22 @@ def compile_function(source: str, name: str, options: tuple[str, ...], device: i
     """Compile the function ``name`` of CUDA C++ ``source`` for a device."""
     cupy = _cupy()
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # torch's context exists and is current
+        torch.cuda.current_stream().synchronize()  # makes torch's context exist and be current
         with cupy.cuda.Device(device):
             return cupy.RawModule(code=source, options=("-std=c++17", *options)).get_function(name)
 
 
 @lru_cache(maxsize=16)
 def most_shared_bytes(device: int) -> int:
-    """Return the shared memory that a thread block of a device can ask for."""
+    """Return the maximum amount of shared memory of a thread block on a device."""
     return int(_cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 @lru_cache(maxsize=16)
 def shared_base(device: int) -> int:
-    """Return where dynamic shared memory begins in the shared window.
+    """Return the start of dynamic shared memory in the shared window.
 
-    It is a constant of the device that kernels are compiled with.
+    It is a constant of the device, with which kernels are compiled.
     """
     source = r"""extern "C" __global__ void base(unsigned* out) {
         extern __shared__ unsigned memory[];
@@ -228,7 +226,7 @@ def shared_base(device: int) -> int:
 
 
 def compile_options(fmt: LNSFormat, device: int, **more: int) -> tuple[str, ...]:
-    """Return the macro definitions of a format and a device, and ``more``."""
+    """Return the macro definitions for a format and a device, and ``more``."""
     tables = gaussian_tables(fmt.fraction_bits)
     values = {
         "BITS": fmt.bits,
@@ -243,7 +241,7 @@ def compile_options(fmt: LNSFormat, device: int, **more: int) -> tuple[str, ...]
 
 
 class _Tables(NamedTuple):
-    """The tables on a device; the heads of the ``.cu`` files say what they hold."""
+    """The tables on a device; the headers of the ``.cu`` files describe them."""
 
     packed: Tensor
     signed: Tensor
@@ -255,12 +253,12 @@ class _Tables(NamedTuple):
 
 
 def uploaded(table: np.ndarray[Any, Any], device: int) -> Tensor:
-    """Return a copy of a host table on a device, to be kept.
+    """Return a copy of a host table on a device, for permanent use.
 
-    A thread of its own makes it, on the default stream: ``torch.compile(mode="reduce-overhead")``
-    gives what the caller allocates memory that it uses again, and refuses what outlives the step.
-    So memory of a table that is given up may be another's while kernels on a stream still read it:
-    callers keep more tables than a process needs.
+    A separate thread makes the copy on the default stream, because
+    ``torch.compile(mode="reduce-overhead")`` reuses the memory that its caller allocates, and
+    raises if some of it outlives the step. If a table were freed, its memory could be reused while
+    kernels on a stream still read it, so callers cache more tables than a process needs.
     """
     host = torch.from_numpy(np.array(table))
     made: list[Tensor] = []
@@ -286,7 +284,7 @@ def device_tables(fraction_bits: int, device: int) -> _Tables:
     plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
     drift = -int(minus[1:].min(initial=0))
     packed = ((plus + drift) & 0xFFFF) | ((minus + drift) << 16)
-    # G-(0): a negative half-word, which reads as NaN
+    # G-(0): a negative half-word, which is NaN as a number
     packed[0] = (plus[0] + drift) | (0x8000 << 16) - (1 << 32)
     signed = (plus & 0xFFFF) | (np.append(-0x8000, minus[1:]) << 16)
     thresholds = encode_thresholds(fraction_bits)
@@ -313,7 +311,7 @@ def device_tables(fraction_bits: int, device: int) -> _Tables:
 
 @lru_cache(maxsize=16)
 def multiprocessor_count(device: int) -> int:
-    """Return how many multiprocessors a device has."""
+    """Return the number of multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -322,11 +320,9 @@ def grid_of(
 ) -> tuple[int, int, int]:
     """Return the number of thread blocks for ``n`` elements.
 
-    For a ``kernel`` that fills tables first it is at most what the device holds at once, ``waves``
-    times.
-
-    More than one wave keeps accesses that happen together closer together: 3 to 8 % more bandwidth
-    on an H200.
+    A ``kernel`` that fills tables first gets at most ``waves`` times as many blocks as the device
+    can hold at once. More than one wave brings simultaneous accesses closer together: 3 to 8 % more
+    bandwidth on an H200.
     """
     blocks = -(-n // (per_thread * THREADS))
     return (
@@ -337,7 +333,7 @@ def grid_of(
 
 
 def alignment_flag(*addresses: int) -> int:
-    """Return 1 if all addresses are multiples of 16, as wide loads need, else 0; 0 is absent."""
+    """Return 1 if all addresses are multiples of 16, for wide loads, else 0; 0 means absent."""
     together = 0
     for address in addresses:
         together |= address

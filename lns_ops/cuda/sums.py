@@ -1,8 +1,8 @@
 """Sums in the contract's order on NVIDIA GPUs.
 
-A sum reads its terms where they lie: at most two strides over what is summed and two over what is
-kept, as all sums over dimensions of a contiguous tensor need that are not interleaved more than
-once. Only beyond that is a copy made.
+A sum reads its terms in place, with at most two strides over the summed dimensions and two over the
+others. This covers all sums of a contiguous tensor whose summed and kept dimensions alternate at
+most once. Other tensors are copied first.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from lns_ops.spec.reference import BLOCK, LONG_SUM
 
 KINDS = ("plain", "products", "squares")
 _LONGEST = 1 << 32
-"""Terms of two strides are numbered in 32 bits."""
+"""Terms with two strides are numbered in 32 bits."""
 
 
 class SumPlan(NamedTuple):
     """How the kernel sums tensors of one shape and strides.
 
     Attributes:
-        shape: the result's.
-        terms, sums: the number of terms of a sum, and of sums of a piece.
-        places: size and stride of what is summed, the stride around it; the same of what is kept.
-        repeated: how what is subtracted before squaring repeats.
-        columns: the number of sums that a thread block takes at a time.
-        wide: whether vectors of 8 terms are aligned where the tensor is.
+        shape: shape of the result.
+        terms, sums: number of terms of a sum, and of sums of a piece.
+        places: size and stride of the summed dimensions, and their outer stride; the same for the
+            kept dimensions.
+        repeated: how the tensor that is subtracted before squaring repeats.
+        columns: number of sums that a thread block takes at a time.
+        wide: whether vectors of 8 terms are aligned if the tensor is.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +55,7 @@ class SumPlan(NamedTuple):
 def _levels(
     shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return sizes and strides of ``dims``, merged where one goes on from the other."""
+    """Return sizes and strides of ``dims``, merged if one continues the other."""
     levels: list[tuple[int, int]] = []
     for size, stride in ((shape[d], strides[d]) for d in dims if shape[d] != 1):
         if levels and levels[-1][1] == size * stride:
@@ -71,7 +72,7 @@ def plan_of(
 ) -> SumPlan | None:  # fmt: skip
     """Return the plan of a sum over ``dims``; None if the kernel cannot read its terms.
 
-    ``about`` is the shape of what is subtracted before squaring.
+    ``about`` is the shape of the tensor that is subtracted before squaring.
     """
     kept = [d for d in range(len(shape)) if d not in dims]
     terms = math.prod(shape[d] for d in dims)
@@ -93,10 +94,10 @@ def plan_of(
 def _columns(terms: int, sums: int, stride: int, device: int) -> int:
     """Return the number of sums that a thread block of the kernel takes at a time.
 
-    As many as keep all threads busy; few where there are few sums, so that all multiprocessors
-    take part. Where terms do not lie beside each other, a thread block reads 8 sums beside each
-    other, more where that leaves threads without terms and every multiprocessor keeps two thread
-    blocks. Measured on an H100 for 65 to 6,144 sums (docs/benchmarks/lns_ops_gpu.md).
+    It is large enough to keep all threads busy, but small if there are few sums, so that all
+    multiprocessors take part. If terms are not adjacent, a thread block reads 8 adjacent sums, or
+    more if threads would be idle otherwise and every multiprocessor keeps two thread blocks.
+    Measured on an H100 for 65 to 6,144 sums (docs/benchmarks/lns_ops_gpu.md).
     """
     blocks = -(-min(terms, LONG_SUM) // BLOCK)
     if stride == 1:
@@ -121,9 +122,9 @@ def sum(
 ) -> Tensor:
     """Return the sums of pieces of ``LONG_SUM`` terms over ``dims``, ``[pieces, *kept]``.
 
-    ``kind`` is one of :data:`KINDS`: terms are elements of x, products with y, or squares of what
-    x is more than y (if given), which and whose sums are codes of the format of squares. ``shift``
-    ulps are added to a sum's logarithm before it is stored.
+    ``kind`` is one of :data:`KINDS`: terms are elements of x, products with y, or squares of x
+    (minus y, if given). Squares and their sums are codes in the format of squares. ``shift`` ulps
+    are added to a sum's logarithm before it is stored.
     """
     fmt = (bits, fraction_bits)
     if y is not None:
@@ -138,7 +139,7 @@ def sum(
             return sum(x, None, range(len(dims)), kind, *fmt, shift)
         if kind == "squares":
             return sum(sub(x, y, *fmt), None, dims, kind, *fmt, shift)
-        return sum(mul(x, y, *fmt), None, dims, "plain", *fmt, shift)  # the terms by themselves
+        return sum(mul(x, y, *fmt), None, dims, "plain", *fmt, shift)  # computes the terms first
     if plan.terms == 0 or plan.sums == 0:
         return x.new_zeros(plan.shape)
     out = torch.empty(plan.shape, dtype=torch.int16, device=x.device)
@@ -155,5 +156,5 @@ def sum(
 
 
 def _strides(levels: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-    """Return the size and stride of the inner level, and the stride of the outer one or 0."""
+    """Return the size and stride of the inner level, and the outer level's stride or 0."""
     return *levels[-1], levels[0][1] if len(levels) == 2 else 0

@@ -1,6 +1,5 @@
-"""Optimizer updates in place on NVIDIA GPUs: SGD and Adam, in LNS or float32 arithmetic.
-
-Float32 operations stand between loads and stores of codes.
+"""In-place optimizer updates on NVIDIA GPUs: SGD and Adam, in LNS arithmetic, or in float32 on
+decoded codes.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ def _float32_update(name: str, bits: int, fraction_bits: int, device: int) -> Cu
     )
 
 
-atexit.register(_float32_update.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+atexit.register(_float32_update.cache_clear)  # before CuPy is unloaded; see lns_ops.cuda.runtime
 
 
 @lru_cache(maxsize=64)
 def _fine_table(fraction_bits: int, device: int) -> Tensor:
-    """Return the corrections of additions that round at random.
+    """Return the corrections of additions with random rounding.
 
-    They are G+ and G- of each distance, with 16 bits behind the ulp.
+    They are G+ and G- of each distance, with 16 bits below the ulp.
     """
     return uploaded(np.stack(stochastic_tables(fraction_bits), axis=1), device)
 
@@ -92,7 +91,7 @@ def _check_in_place(weight: Tensor, grad: Tensor, **updated: Tensor | None) -> N
     if grad.shape != weight.shape:
         raise ValueError(
             f"gradient of shape {tuple(grad.shape)} for a weight of {tuple(weight.shape)}: the"
-            " shapes must agree"
+            " shapes must be equal"
         )
 
 
@@ -186,11 +185,11 @@ def _rounding(key: int | None, compensation: Tensor | None) -> str:
 
 
 class _Waiting(threading.local):
-    """What a thread's updates wait in while they are to be made together.
+    """The queue of a thread's updates that are launched together.
 
     Attributes:
-        steps: counts of steps that are to grow by 1 before.
-        updates: what is to be launched, by kernel; None where nothing waits.
+        steps: step counters to increment before.
+        updates: updates to launch, by kernel; None if updates are not queued.
     """
 
     def __init__(self) -> None:
@@ -203,9 +202,10 @@ _waiting = _Waiting()
 
 @contextmanager
 def updates_together() -> Iterator[None]:
-    """Launch LNS updates of parameters together, those of a kernel as they fill its list.
+    """Launch LNS updates of several parameters together, whenever a kernel's list is full.
 
-    Until the context ends what they write must not be read, and no two may write the same memory.
+    Until the context ends, results must not be read, and two updates must not write to the same
+    memory.
     """
     if _waiting.updates is not None:
         yield
@@ -221,10 +221,10 @@ def updates_together() -> Iterator[None]:
 
 
 def may_wait(weight: Tensor) -> bool:
-    """Return whether the update of ``weight`` can be launched with others.
+    """Return whether the update of ``weight`` can be launched together with others.
 
-    In code that torch.compile traces it cannot: the compiler counts on what an operator has written
-    as it returns.
+    It cannot in code that torch.compile traces, because an operator must have written its results
+    when it returns.
     """
     return (
         not torch.compiler.is_compiling()
@@ -235,7 +235,7 @@ def may_wait(weight: Tensor) -> bool:
 
 
 def advance(step: Tensor) -> None:
-    """Add 1 to a count of steps that updates read on its device; with them, if these wait."""
+    """Add 1 to a step counter on its device; together with queued updates, if there are any."""
     if may_wait(step):
         _waiting.steps.append(step)
     else:
@@ -249,13 +249,13 @@ def _advance() -> None:
 
 
 def _update(kernel: tuple[Any, ...], entry: Sequence[int], used: Any, wait: bool) -> None:
-    """Launch the update of a parameter, or have it wait.
+    """Launch the update of a parameter, or queue it.
 
     Args:
-        kernel: name, bits, fraction bits and device, and what all parameters share.
-        entry: addresses, number of elements and key, as the kernel's list has them.
-        used: tensors that must live until the launch.
-        wait: whether it may wait (:func:`may_wait`).
+        kernel: name, bits, fraction bits and device, and the arguments shared by all parameters.
+        entry: addresses, number of elements and key, as in the kernel's list.
+        used: tensors to keep alive until the launch.
+        wait: whether it may be queued (:func:`may_wait`).
     """
     if not wait or _waiting.updates is None:
         _launch(kernel, [(entry, used)])
@@ -279,7 +279,7 @@ def _launch(key: tuple[Any, ...], updates: Sequence[tuple[Sequence[int], Any]]) 
     entries, blocks = [], 0
     for (*addresses, n, number), _ in updates:
         own, _, _ = grid_of(n, device, kernel=kernel, waves=2)
-        aligned = alignment_flag(*addresses[:-1])  # the last is the step's
+        aligned = alignment_flag(*addresses[:-1])  # the last one is the step's address
         entries.append((*addresses, n, number, blocks, own, aligned))
         blocks += own
     if entries:

@@ -1,6 +1,6 @@
 """Number formats behind one interface, :class:`NumberFormat`.
 
-There are floating point of any widths, fixed point, scaled integers, MX and NVFP4 blocks, block
+They include floating point of any width, fixed point, scaled integers, MX and NVFP4 blocks, block
 floating point, posits, takums, lists of values, and LNS.
 
 >>> import torch
@@ -11,8 +11,8 @@ tensor([3.1250e-01, 4.4800e+02])
 >>> fmt.bits, fmt.error.relative
 (8, 0.0625)
 
-:func:`lns_ops.nn.simulate.simulate_` trains networks in any of them; :func:`lns_ops.convert_` takes
-their names too.
+:func:`lns_ops.nn.simulate.simulate_` trains networks in any format; :func:`lns_ops.convert_` also
+accepts format names.
 """
 
 from lns_ops.formats.accumulator import ORDERS, Accumulation

@@ -1,13 +1,13 @@
 """The interface of number formats: name, width, encoding, decoding, rounding, error model.
 
-A format maps float32 values to *codes* (and a scale, where values share one) and back.
-:meth:`NumberFormat.quantize` is both in one: the values of a tensor on the format's grid, as
-float32, which carries every value of every format here exactly. It is what training in a simulated
-format (:mod:`lns_ops.nn.simulate`) is made of, so its contract is tested for all formats alike:
-idempotent, monotone, within the error model, the same bits on every device.
+A format maps float32 values to *codes* (and a scale, if values share one) and back.
+:meth:`NumberFormat.quantize` does both: it returns the nearest values of the format, as float32,
+which represents all values of all formats here exactly. Training in a simulated format
+(:mod:`lns_ops.nn.simulate`) is based on it, so the tests check it for all formats: it is
+idempotent, monotone, within the error model, and gives the same bits on every device.
 
-What a format is needs no torch, only what it does to a tensor: programs that check a name or
-compare widths import these modules without it.
+Only operations on tensors need torch. Programs that check a name or compare widths import these
+modules without it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ class ErrorModel:
     It holds for ``|x| <= largest``.
 
     Attributes:
-        relative: unit roundoff, of values that are neither tiny nor too large; 0 for formats with
-            even steps.
-        absolute: half the smallest step, or the smallest magnitude where what is below it becomes
-            zero.
+        relative: unit roundoff, for values well inside the range; 0 for formats with constant
+            steps.
+        absolute: half the smallest step, or the smallest magnitude if smaller values become zero.
         smallest: smallest positive magnitude.
-        largest: largest magnitude; what is above saturates (or is infinite, where the format has
+        largest: largest magnitude; larger values saturate (or become infinite, if the format has
             infinities).
-        scaled: ``absolute``, ``smallest`` and ``largest`` are in units of the largest magnitude
-            among the values that share a scale.
+        scaled: whether ``absolute``, ``smallest`` and ``largest`` are in units of the largest
+            magnitude of a group, that is, of the values that share a scale.
     """
 
     relative: float
@@ -49,9 +48,9 @@ class ErrorModel:
     scaled: bool = False
 
     def bound(self, x: Tensor, group: Tensor | float = 1.0) -> Tensor:
-        """Return the largest error of each of ``x`` within the range.
+        """Return the largest possible error of each value in ``x``, within the range.
 
-        ``group`` is the largest magnitude that shares its scale (if scaled).
+        ``group`` is the largest magnitude of the value's group (if scaled).
         """
         import torch
 
@@ -61,15 +60,15 @@ class ErrorModel:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The codes of a tensor: what a device would store.
+    """The codes of a tensor, as a device would store them.
 
     Attributes:
         codes: in the format's :attr:`NumberFormat.storage`.
-        scale: float32, broadcasts over the codes: a value is the code's times it; None for formats
-            without one. Of MX and NVFP4, one number a block.
+        scale: float32, broadcasts over the codes and multiplies their values; None for formats
+            without a scale. For MX and NVFP4, one scale a block.
         tensor_scale: float32 without dimensions, the factor of the whole tensor in formats with two
-            scales (NVFP4); None for others.
-        shape: shape of the values, where codes are padded or packed (MX).
+            scales (NVFP4); None for other formats.
+        shape: shape of the values, if codes are padded or packed (MX).
     """
 
     codes: Tensor
@@ -79,20 +78,20 @@ class Encoded:
 
 
 class NumberFormat(ABC):
-    """A number format, immutable, equal by value, safe to share.
+    """A number format: immutable, compared by value, safe to share.
 
-    :func:`lns_ops.formats.parse` makes one from its name.
+    :func:`lns_ops.formats.parse` creates one from its name.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name that :func:`~lns_ops.formats.parse` reads back."""
+        """The name that :func:`~lns_ops.formats.parse` accepts."""
 
     @property
     @abstractmethod
     def bits(self) -> float:
-        """The bits that a value takes, its share of a scale per block included.
+        """The bits per value, including its share of a block's scale.
 
         A scale per tensor or channel is not counted.
         """
@@ -100,7 +99,7 @@ class NumberFormat(ABC):
     @property
     @abstractmethod
     def storage(self) -> torch.dtype:
-        """The dtype of codes; wider than ``bits`` where torch has no narrower one."""
+        """The dtype of codes; wider than ``bits`` if torch has no narrower dtype."""
 
     @property
     @abstractmethod
@@ -114,12 +113,13 @@ class NumberFormat(ABC):
         Args:
             x: float tensor of any shape.
             random: integers uniform in 0 .. 2^16 - 1, of ``x``'s shape
-                (:func:`lns_ops.formats.random_bits`): round to one of the two neighbours, so that
-                the expected value is ``x`` to 2^-16 of a step; None rounds to nearest.
+                (:func:`lns_ops.formats.random_bits`). If given, each value is rounded to one of its
+                two neighbours, with the expected value ``x`` up to 2^-16 of a step; None rounds to
+                nearest.
 
         Raises:
-            NonFiniteError: a NaN (everywhere) or an infinity (in LNS), where the format has no code
-                for it; on a CPU.
+            NonFiniteError: on a CPU, if ``x`` contains a NaN (or, in LNS, an infinity) for which
+                the format has no code.
             ValueError: ``x`` is not a float tensor.
         """
 
@@ -128,11 +128,11 @@ class NumberFormat(ABC):
         """Return the values of codes, float32, exact."""
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``decode(encode(x))`` as a new float32 tensor; a NaN stays one."""
+        """Return ``decode(encode(x))`` as a new float32 tensor; NaNs stay NaN."""
         return self.decode(self.encode(x, random))
 
     def quantize_(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Quantize ``x`` in place, outside of any graph, as :meth:`quantize` does; return ``x``."""
+        """Quantize ``x`` in place, without autograd, as :meth:`quantize` does; return ``x``."""
         import torch
 
         with torch.no_grad():
@@ -140,23 +140,23 @@ class NumberFormat(ABC):
 
     @property
     def kernel(self) -> LNSFormat | tuple[int, int] | None:
-        """What the kernels of :mod:`lns_ops.cpu` and :mod:`lns_ops.cuda` take for the format; None
-        if it has none."""
+        """The format's parameters for the kernels of :mod:`lns_ops.cpu` and :mod:`lns_ops.cuda`;
+        None if they do not support it."""
         return None
 
     @property
     def compensation(self) -> NumberFormat:
-        """The format of Kahan compensations beside weights of this one, of the same width."""
+        """The format of Kahan compensations for weights in this format; it has the same width."""
         return self
 
     @property
     def full_scale(self) -> float:
-        """The magnitude to which a scale takes the largest of a group, or a little less."""
+        """The magnitude to which a scale maps a group's largest magnitude, or a little less."""
         return self.error.largest
 
     @property
     def overflows(self) -> bool:
-        """Whether gradients need loss scaling: a narrow range with infinities at its end."""
+        """Whether gradients need loss scaling: the range is narrow and ends with infinities."""
         return False
 
     def __str__(self) -> str:
@@ -180,17 +180,17 @@ def as_float32(x: Tensor) -> Tensor:
 
 
 def randomly_up(steps: Tensor, random: Tensor) -> Tensor:
-    """Round ``steps`` to whole numbers, up with the chance ``steps - floor(steps)``.
+    """Round ``steps`` to whole numbers, up with probability ``steps - floor(steps)``.
 
-    ``steps`` are values in units of their own step.
+    ``steps`` are values in units of their step size.
     """
     low = steps.floor()
     return low + (((steps - low) * 65536).floor() + random >= 65536)
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether a kernel can take the memory of ``x``: no subclass, none of the tensors that
-    torch.func's transforms pass, no view that negates, and not where torch traces or records."""
+    """Return whether a kernel can use the memory of ``x``: no subclass, no functorch wrapper, no
+    negating view, and torch does not trace or record."""
     import torch
 
     if type(x) is not torch.Tensor or torch.compiler.is_compiling():
@@ -200,14 +200,14 @@ def is_plain(x: Tensor) -> bool:
     if is_recorded() or x.is_neg():
         return False
     try:
-        return x.data_ptr() != 0 or x.numel() == 0  # 0 of torch.func.functionalize
-    except RuntimeError:  # of torch.vmap and torch.func.grad
+        return x.data_ptr() != 0 or x.numel() == 0  # 0 in torch.func.functionalize
+    except RuntimeError:  # in torch.vmap and torch.func.grad
         return False
 
 
 def eager_values(x: Tensor) -> Any:
-    """Return float32 as an array that a CPU kernel takes, which shares its memory if it can; None
-    elsewhere than on a CPU, or where torch traces."""
+    """Return float32 values as an array for a CPU kernel, sharing memory if possible; None on
+    another device, or if torch traces."""
     if x.device.type != "cpu" or not is_plain(x):
         return None
     from lns_ops.functional.elementwise import values_of
@@ -216,7 +216,7 @@ def eager_values(x: Tensor) -> Any:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return whether a kernel of :mod:`lns_ops.cuda` can take ``x``."""
+    """Return whether a kernel of :mod:`lns_ops.cuda` accepts ``x``."""
     return x.is_cuda and is_plain(x) and _has_cupy()
 
 

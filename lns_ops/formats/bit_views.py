@@ -1,7 +1,8 @@
-"""The bits of 32-bit numbers as numbers of another dtype, under transforms of ``torch.func`` too.
+"""The bits of 32-bit numbers reinterpreted in another dtype, also under transforms of
+``torch.func``.
 
-``x.view(dtype)`` has no rule for ``torch.vmap`` in torch 2.11, so within a transform it is an
-operator of this package, which copies.
+In torch 2.11 ``x.view(dtype)`` does not support ``torch.vmap``, so within a transform an operator
+of this package is used, which copies.
 """
 
 from __future__ import annotations
@@ -32,6 +33,6 @@ torch.library.register_vmap(_NAME, _mapped, lib=LIBRARY)
 
 
 def bit_view(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bits of ``x`` as numbers of a dtype that is as wide."""
+    """Return the bits of ``x`` reinterpreted in a dtype of the same width."""
     found: Tensor = OPS.bit_view(x, dtype) if is_transforming() else x.view(dtype)
     return found

@@ -1,13 +1,13 @@
-"""Formats with even steps: fixed point, with a fixed step, and integers, with a scale.
+"""Formats with constant steps: fixed point with a fixed step, and integers with a scale.
 
-An integer's scale is found at run time.
+The scale of integers is computed at run time. Both kinds round to nearest with ties to even,
+saturate, and have no code for NaN.
 
-Both round to nearest with ties to even, saturate, and have no code for a NaN.
-
-*Kahan in fixed point.* A sum of fixed-point numbers is exact, so there is nothing for a
-compensation of the same format to catch: what is lost is lost before, where an update below half a
-step becomes zero. :attr:`FixedPoint.compensation` is therefore a second word of the same width that
-continues the first: weight and compensation together are fixed point of nearly twice the width.
+*Kahan summation in fixed point.* Sums of fixed-point numbers are exact, so a compensation of the
+same format would always be zero. Updates are lost earlier, because an update below half a step
+becomes zero. :attr:`FixedPoint.compensation` is therefore a second word of the same width that
+continues the first one: weight and compensation together are a fixed-point number of nearly twice
+the width.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def integer_dtype(bits: int) -> torch.dtype:
 
 
 def _to_codes(steps: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Convert whole numbers to integers; a NaN has no code."""
+    """Convert whole numbers to integers; raise if one is NaN."""
     if steps.device.type == "cpu" and bool(steps.isnan().any()):
         raise NonFiniteError(
             f"NaN to encode in {name}, which has no code for it; clean the input first"
@@ -44,7 +44,7 @@ def _to_codes(steps: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 class _WholeNumbers(NumberFormat):
-    """The formats whose codes are whole numbers of ``width`` bits."""
+    """Formats whose codes are whole numbers of ``width`` bits."""
 
     width: int
 
@@ -55,7 +55,7 @@ class _WholeNumbers(NumberFormat):
 
     @property
     def storage(self) -> torch.dtype:
-        """The narrowest integer dtype that holds the width."""
+        """The narrowest integer dtype with at least ``width`` bits."""
         return integer_dtype(self.width)
 
 
@@ -65,13 +65,17 @@ class FixedPoint(_WholeNumbers):
 
     ``n = fraction_bits`` and ``m = bits - 1 - n``.
 
+    >>> import torch
+    >>> FixedPoint(8, 4).quantize(torch.tensor([0.3, -1.26, 100.0]))
+    tensor([ 0.3125, -1.2500,  7.9375])
+
     Args:
-        width: bits, sign included, 2 to 24 (float32 carries all values exactly).
-        fraction_bits: behind the binary point, -126 + width to 126; 0 for integers, more than
+        width: bits including the sign, 2 to 24 (so that float32 represents all values exactly).
+        fraction_bits: bits after the binary point, -126 + width to 126; 0 for integers, more than
             ``width - 1`` for fractions only.
 
     Raises:
-        ValueError: no such format.
+        ValueError: ``width`` or ``fraction_bits`` is out of range.
     """
 
     width: int
@@ -81,12 +85,12 @@ class FixedPoint(_WholeNumbers):
         low, high = FIXED_BITS
         if not low <= self.width <= high:
             raise ValueError(
-                f"bits={self.width}: fixed point has {low} to {high} bits here, which float32"
-                " carries exactly; use for example fixed(16,8)"
+                f"bits={self.width}: fixed point has {low} to {high} bits, so that float32"
+                " represents it exactly; use for example fixed(16,8)"
             )
         if not self.width - 126 <= self.fraction_bits <= 126:
             raise ValueError(
-                f"fraction_bits={self.fraction_bits}: with bits={self.width} must lie from"
+                f"fraction_bits={self.fraction_bits}: with bits={self.width} must be from"
                 f" {self.width - 126} to 126, float32's range; use for example"
                 f" fixed({self.width},{self.width // 2})"
             )
@@ -98,33 +102,33 @@ class FixedPoint(_WholeNumbers):
 
     @property
     def step(self) -> float:
-        """The distance of neighbours: ``2^-fraction_bits``."""
+        """The distance between neighbouring values: ``2^-fraction_bits``."""
         return 2.0**-self.fraction_bits
 
     @property
     def error(self) -> ErrorModel:
-        """The error model: half a step, whatever the value."""
+        """The error model: half a step for all values."""
         largest = ((1 << self.width - 1) - 1) * self.step
         return ErrorModel(relative=0.0, absolute=self.step / 2, smallest=self.step, largest=largest)
 
     @property
     def compensation(self) -> NumberFormat:
-        """The word that continues this one, from minus a step to a step.
+        """The word that continues this one, with a range from minus a step to a step.
 
-        The head of this file says why.
+        The docstring of :mod:`lns_ops.formats.fixed_point` gives the reason.
         """
         return FixedPoint(self.width, min(self.fraction_bits + self.width - 1, 126))
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """Return ``x`` as whole numbers of steps."""
+        """Return ``x`` in whole steps."""
         return Encoded(_to_codes(self._steps(x, random), self.storage, self.name))
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """Return the values of codes: the code times the step."""
+        """Return the values of codes: code times step."""
         return encoded.codes.float() * self.step
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid, without the detour over integers."""
+        """Return ``x`` rounded to the format, without computing codes."""
         return self._steps(x, random).mul_(self.step)
 
     def _steps(self, x: Tensor, random: Tensor | None) -> Tensor:
@@ -137,18 +141,20 @@ class FixedPoint(_WholeNumbers):
 class Integer(_WholeNumbers):
     """Symmetric integers with a scale: ``value = code scale``.
 
-    Codes are ``-c .. c`` with ``c = 2^(bits - 1) - 1``.
+    Codes are ``-c .. c`` with ``c = 2^(bits - 1) - 1``. The scale is the largest magnitude of a
+    group divided by c, rounded to 24 - (bits - 1) significant bits. So ``code scale`` is exact in
+    float32, and encoding a decoded tensor gives the same bits.
 
-    The scale is the largest magnitude that shares it over c, kept to 24 - (bits - 1) significant
-    bits, so that ``code scale`` is exact in float32 and encoding a decoded tensor gives it back bit
-    for bit.
+    >>> import torch
+    >>> Integer(8).quantize(torch.tensor([1.0, 0.3, -0.004]))
+    tensor([ 1.0000,  0.2992, -0.0079])
 
     Args:
         width: bits, 2 to 12.
         granularity: ``tensor`` or ``channel``, see :mod:`lns_ops.formats.scaling`.
 
     Raises:
-        ValueError: no such format.
+        ValueError: ``width`` is out of range, or an unknown granularity.
     """
 
     width: int
@@ -175,27 +181,27 @@ class Integer(_WholeNumbers):
 
     @property
     def error(self) -> ErrorModel:
-        """The error model: half a step, in units of the largest magnitude."""
+        """The error model: half a step, in units of the group's largest magnitude."""
         step = 1 / self.largest_code
-        kept = 1 + 2.0 ** -(23 - self.width)  # the scale's own rounding
+        kept = 1 + 2.0 ** -(23 - self.width)  # the scale is rounded, too
         return ErrorModel(
             relative=0.0, absolute=step / 2 * kept, smallest=step, largest=1.0, scaled=True
         )
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
-        """Return ``x`` as whole numbers of the scale, and the scale."""
+        """Return ``x`` in whole steps of the scale, and the scale."""
         steps, scale = self._steps(x, random)
         return Encoded(_to_codes(steps, self.storage, self.name), scale)
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """Return the values of codes: the code times the scale."""
+        """Return the values of codes: code times scale."""
         assert encoded.scale is not None
         return encoded.codes.float() * encoded.scale
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid, without the detour over integers; a NaN stays one.
+        """Return ``x`` rounded to the format, without computing codes; NaNs stay NaN.
 
-        Rounding to nearest is one kernel on a GPU with CuPy.
+        On a GPU with CuPy, rounding to nearest is one kernel.
         """
         x = as_float32(x)
         if random is None and on_gpu(x):
@@ -218,8 +224,8 @@ class Integer(_WholeNumbers):
         from lns_ops.formats.bit_views import bit_view
 
         largest = group_largest(x, self.granularity)
-        # Division by a constant is a multiplication by its reciprocal on a GPU, with another last
-        # bit.
+        # The divisor is a tensor: GPUs replace division by a constant by multiplication by its
+        # reciprocal, and the last bit may differ.
         ratio = largest / torch.full_like(largest, self.largest_code)
         drop = self.width - 1
         word = bit_view(ratio, torch.int32) + (1 << drop - 1) & -(1 << drop)

@@ -1,13 +1,14 @@
 """Binary floating point: a sign, an exponent field, a mantissa field.
 
-A value is ``+-(1 + m / 2^M) 2^e`` for exponents from ``min_exponent``, below which steps stay as
-they are (subnormal numbers). Rounding is to nearest, ties to even: torch's own conversion where it
-has the dtype. ``float16`` and the wider ones overflow to infinity, as IEEE 754 says; the two 8-bit
-formats saturate, as training recipes for them do (torch's bare conversion gives NaN or infinity).
+A value is ``+-(1 + m / 2^M) 2^e`` for exponents from ``min_exponent``; below it the step is
+constant (subnormal numbers). Rounding is to nearest, ties to even, by torch's own conversion if
+torch has the dtype. ``float16`` and wider formats overflow to infinity, as IEEE 754 says. The two
+8-bit formats saturate, as in training recipes for them (torch's bare conversion gives NaN or
+infinity).
 
-``tf32`` is what NVIDIA's tensor cores take of a float32 operand (8 exponent and 10 mantissa bits);
-it is 19 bits wide and stored in 32. Source of the 8-bit formats: P. Micikevicius et al., "FP8
-formats for deep learning", 2022 (arXiv:2209.05433).
+``tf32`` is the part of a float32 operand that NVIDIA's tensor cores use (8 exponent and 10 mantissa
+bits). It is 19 bits wide and stored in 32. Source of the 8-bit formats: P. Micikevicius et al.,
+"FP8 formats for deep learning", 2022 (arXiv:2209.05433).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class FloatFormat(NumberFormat):
     """A floating-point format.
 
     Attributes:
-        label: name; torch's of the dtype, where torch has one.
+        label: name; the dtype's name if torch has the dtype.
         exponent_bits, mantissa_bits: widths of the fields.
         largest: largest finite magnitude.
-        saturates: whether it has no infinity to overflow to.
+        saturates: whether larger values saturate instead of becoming infinite.
     """
 
     label: str
@@ -52,7 +53,7 @@ class FloatFormat(NumberFormat):
 
     @property
     def name(self) -> str:
-        """The name: torch's of the dtype."""
+        """The name; torch's name of the dtype if there is one."""
         return self.label
 
     @property
@@ -62,7 +63,7 @@ class FloatFormat(NumberFormat):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of torch, whose conversion rounds to nearest; None where torch has none."""
+        """The torch dtype, whose conversion rounds to nearest; None if torch has no such dtype."""
         import torch
 
         return getattr(torch, self.label, None)
@@ -81,7 +82,7 @@ class FloatFormat(NumberFormat):
 
     @property
     def error(self) -> ErrorModel:
-        """The error model: half a unit of the last mantissa bit."""
+        """The error model: half a unit in the last mantissa bit."""
         step = 2.0 ** (self.min_exponent - self.mantissa_bits)
         return ErrorModel(
             relative=2.0 ** -(self.mantissa_bits + 1),
@@ -92,12 +93,12 @@ class FloatFormat(NumberFormat):
 
     @property
     def kernel(self) -> tuple[int, int] | None:
-        """The mantissa's bits and the smallest normal exponent."""
+        """The number of mantissa bits and the smallest normal exponent."""
         return self.mantissa_bits, self.min_exponent
 
     @property
     def overflows(self) -> bool:
-        """Whether gradients need loss scaling: those of float16 alone."""
+        """Whether gradients need loss scaling: only in float16."""
         return self.exponent_bits < 8 and not self.saturates
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
@@ -116,9 +117,9 @@ class FloatFormat(NumberFormat):
         return encoded.codes.float()
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid, always as a new tensor.
+        """Return ``x`` rounded to the format, always as a new tensor.
 
-        Rounding to the nearest of 8-bit floats is a kernel on a CPU, and on a GPU with CuPy, with
+        Rounding to the nearest 8-bit float uses a kernel on a CPU, and on a GPU with CuPy. It gives
         the bits of torch's conversion, which takes 8 times as long for 100,000 values on a CPU.
         """
         import torch
@@ -132,8 +133,8 @@ class FloatFormat(NumberFormat):
         return out.clone() if self.dtype == torch.float32 else out
 
     def _by_kernel(self, x: Tensor, kind: tuple[int, int] | None = None) -> Tensor | None:
-        """Return ``x`` rounded by a kernel, that of :attr:`kernel` if ``kind`` is None; None where
-        there is none, torch traces, or, on a CPU, a value is not finite."""
+        """Return ``x`` rounded by a kernel (of ``kind``, by default :attr:`kernel`). Returns None
+        without a kernel, if torch traces, or, on a CPU, if a value is not finite."""
         if (kind := kind or self.kernel) is None:
             return None
         if on_gpu(x):
@@ -152,7 +153,7 @@ class FloatFormat(NumberFormat):
     def _nearest(self, x: Tensor) -> Tensor:
         """Round to nearest, ties to even, by dropping mantissa bits.
 
-        It serves formats of float32's range without a dtype in torch; compiled code, bfloat16 too.
+        Used for formats with float32's range and no torch dtype, and in compiled code for bfloat16.
         """
         import torch
 
@@ -165,8 +166,8 @@ class FloatFormat(NumberFormat):
     def _compiled(self, x: Tensor) -> Tensor:
         """Round to nearest, ties to even, with the bits of torch's conversion to 16 bits and back.
 
-        Compiled code does without that pair of conversions where it computes in float32 before and
-        after them (torch 2.13), and so would not round.
+        If compiled code computes in float32 before and after that pair of conversions, the compiler
+        removes the pair (torch 2.13), and the value would not be rounded.
         """
         if self.exponent_bits == 8:
             return self._nearest(x)
@@ -179,7 +180,7 @@ class FloatFormat(NumberFormat):
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
         """Return one of the two neighbours in magnitude, at random.
 
-        Overflow beyond the largest magnitude is left to the conversion.
+        The later conversion handles values beyond the largest magnitude.
         """
         import torch
 
@@ -189,7 +190,7 @@ class FloatFormat(NumberFormat):
         )
 
     def step(self, x: Tensor) -> Tensor:
-        """Return the distance of the neighbours at each magnitude.
+        """Return the distance between neighbouring values at each magnitude.
 
         It is a power of two of at least 2^-126.
         """

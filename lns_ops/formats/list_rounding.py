@@ -1,8 +1,8 @@
-"""Rounding to a list of values (:mod:`lns_ops.formats.tabulated`) in torch's operations.
+"""Rounding to a list of values (:mod:`lns_ops.formats.tabulated`) with torch operations.
 
-A list is kept on each device that it was used on: a CUDA graph cannot copy it there while it is
-captured. In compiled code an operator returns it: the constants that torch.compile knows must have
-names of their own, which they have not within an autograd function (torch 2.13).
+A list is cached on each device on which it was used, because a CUDA graph cannot copy it there
+during capture. In compiled code an operator returns it: constants of torch.compile need unique
+names, and within an autograd function they do not have them (torch 2.13).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lns_ops.functional.library import LIBRARY
 
 
 class Listed(Protocol):
-    """What is needed of a format."""
+    """The part of a format that this module uses."""
 
     def __hash__(self) -> int:
-        """Return the key by which its arrays are kept."""
+        """Return the key under which the format's arrays are cached."""
         raise NotImplementedError
 
     @property
@@ -44,12 +44,12 @@ def _kept(fmt: Listed, name: str, device: torch.device) -> Tensor:
 
 
 _compiled: dict[str, Listed] = {}
-"""The formats of compiled code, by a name of their own."""
+"""The formats of compiled code, by unique names."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _key(fmt: Listed) -> str:
-    """Return a format's name in compiled code; of a file's list it has the values' digest."""
+    """Return a format's name in compiled code; for a list from a file it has the values' digest."""
     key = f"{fmt.name} {getattr(fmt, 'digest', '')}"
     _compiled[key] = fmt
     return key
@@ -94,13 +94,13 @@ def _nearest(fmt: Listed, x: Tensor) -> Tensor:
 
 
 def index(fmt: Listed, x: Tensor, random: Tensor | None) -> Tensor:
-    """Return the places in the list of float32 values rounded to nearest, or at random."""
+    """Return the indices in the list of float32 values, rounded to nearest or at random."""
     if random is None:
         return _nearest(fmt, x)
     levels = kept(fmt, "levels", x)
     place = _nearest(fmt, x)
     below = (place - (x < levels[place]).to(place.dtype)).clamp(0, len(levels) - 2)
-    # In float64 the difference of two neighbours is exact enough and cannot overflow.
+    # In float64 the difference between neighbours is exact enough and cannot overflow.
     low, high = levels[below].double(), levels[below + 1].double()
     chance = ((x.double() - low) / (high - low)).clamp(0, 1)
     return below + ((chance * 65536).floor() + random >= 65536)

@@ -1,8 +1,8 @@
-"""LNS behind the common interface of formats, around :class:`lns_ops.format.LNSFormat`.
+"""LNS as a :class:`~lns_ops.formats.NumberFormat`, around :class:`lns_ops.format.LNSFormat`.
 
-Networks in it normally compute in LNS throughout (:func:`lns_ops.convert_`). Behind this interface
-it is a grid of values like any other: for comparing grids, and with a scale (``lns8/channel``),
-which LNS arithmetic does not have.
+Networks in LNS normally compute in LNS throughout (:func:`lns_ops.convert_`). As a NumberFormat,
+LNS is only a set of values like any other format. Use it to compare formats, and for LNS with a
+scale (``lns8/channel``), which LNS arithmetic does not support.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=32)
 def _steps(fraction_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the steps of stochastic encoding as tensors kept on the device.
+    """Return the steps of stochastic encoding as tensors cached on the device.
 
-    A CUDA graph cannot copy them there while it is captured.
+    A CUDA graph cannot copy them there during capture.
     """
     import torch
 
@@ -35,7 +35,13 @@ def _steps(fraction_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Logarithmic(NumberFormat):
-    """The grid of an LNS format.
+    """The values of an LNS format.
+
+    >>> import torch
+    >>> from lns_ops.formats import parse
+    >>> parse("lns8/channel").quantize(torch.tensor([[1.0, 0.3], [100.0, 30.0]]))
+    tensor([[ 1.0000,  0.2973],
+            [98.7015, 29.3441]])
 
     Args:
         lns: the format.
@@ -55,16 +61,16 @@ class Logarithmic(NumberFormat):
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype of codes: int16 whatever the width."""
+        """The dtype of codes: int16 for all widths."""
         import torch
 
         return torch.int16
 
     @property
     def error(self) -> ErrorModel:
-        """The error model: half a step of the logarithm; all of what underflows."""
+        """The error model: half a step of the logarithm; values that underflow are lost."""
         half = 2.0 ** (0.5 / 2**self.lns.fraction_bits)
-        # 2^-22: float32 rounds decoded values, and thresholds are compared in it.
+        # 2^-22: decoded values and thresholds are rounded to float32.
         return ErrorModel(
             relative=(half - 1) * (1 + 2.0**-16) + 2.0**-22,
             absolute=self.lns.smallest,
@@ -91,9 +97,9 @@ class Logarithmic(NumberFormat):
         return lns.decode(encoded.codes, self.lns)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid; what is not finite stays as it is.
+        """Return ``x`` rounded to the format; NaNs and infinities are not changed.
 
-        On a GPU it is counted, and reads as some value.
+        On a GPU they are counted as faults, and the result is some value.
         """
         import torch
 
@@ -105,9 +111,9 @@ class Logarithmic(NumberFormat):
             return torch.where(finite, super().quantize(torch.where(finite, x, 0), random), x)
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
-        """Encode at random, as :func:`lns_ops.reference.encode_stochastic`.
+        """Encode at random, as :func:`lns_ops.reference.encode_stochastic` does.
 
-        It is a kernel on a CPU, else torch's operations.
+        It is a kernel on a CPU and torch operations elsewhere.
         """
         if x.device.type == "cpu":
             import torch

@@ -1,23 +1,23 @@
 """Floating point of IEEE P3109: ``binaryKpP``, for example ``binary8p3``.
 
-K is the width in bits, P the precision: the bits of a significand, its leading 1 included. A sign,
-``K - P`` bits of exponent with the bias ``2^(K-P-1)``, and ``P - 1`` bits of mantissa; subnormal
-numbers below the smallest exponent. In contrast to IEEE 754
+K is the width in bits. P is the precision: the bits of a significand, including the leading 1. A
+value has a sign, ``K - P`` exponent bits with the bias ``2^(K-P-1)``, and ``P - 1`` mantissa bits;
+below the smallest exponent numbers are subnormal. The differences to IEEE 754 are:
 
-- there is one zero, and the code of the other is the only NaN (0x80 of 8 bits);
-- the largest exponent field is for numbers. Only the largest code of either sign is an infinity
-  (0x7F and 0xFF of 8 bits), in ``binary8p3`` and, the same format, ``binary8p3se``. The *finite*
-  format ``binary8p3sf`` has a number there too;
+- there is one zero; the code of the negative zero is the only NaN (0x80 with 8 bits);
+- the largest exponent field has numbers. Only the largest code of each sign is an infinity (0x7F
+  and 0xFF with 8 bits), in ``binary8p3`` and its synonym ``binary8p3se``. In the *finite* format
+  ``binary8p3sf`` it is a number, too;
 - the bias is larger by 1, so numbers are half as large: ``binary8p3`` ends at 49152, where
   ``float(5,2)`` ends at 57344.
 
-Rounding is to nearest, ties to the even code, and saturates (the standard's ``SatFinite``): what
-lies beyond the largest number, an infinity too, becomes the largest. With P = 1 all numbers are
-powers of two, and ties go to the even exponent field.
+Rounding is to nearest, ties to the even code, and saturates (the standard's ``SatFinite``): larger
+numbers and infinities become the largest number. With P = 1 all numbers are powers of two, and ties
+go to the even exponent field.
 
 Source: IEEE SA P3109 Working Group, "Interim Report on Binary Floating-point Formats for Machine
-Learning", version 3.1 (github.com/P3109/Public). Limits: no unsigned formats; at most 7 bits of
-exponent, which float32 carries.
+Learning", version 3.1 (github.com/P3109/Public). Limits: no unsigned formats; at most 7 exponent
+bits, so that float32 represents all values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class P3109(SizedFloat):
     >>> P3109.of(8, 3).quantize(torch.tensor([0.3, -1e-9, 1e9]))
     tensor([3.1250e-01, 0.0000e+00, 4.9152e+04])
 
-    :meth:`of` makes one from its widths, :meth:`named` from its name.
+    Create one with :meth:`of` from its widths, or with :meth:`named` from its name.
 
     Attributes:
         extended: whether it has infinities.
@@ -58,26 +58,26 @@ class P3109(SizedFloat):
     def of(  # type: ignore[override]
         cls, width: int, precision: int, extended: bool = True
     ) -> P3109:
-        """Return the format of these widths.
+        """Return the format with these widths.
 
         Raises:
-            ValueError: no such format.
+            ValueError: a width is out of range.
         """
         label = f"binary{width}p{precision}" + ("" if extended else "sf")
         if not WIDTHS[0] <= width <= WIDTHS[1]:
             raise ValueError(
-                f"{label}: width={width} must lie from {WIDTHS[0]} to {WIDTHS[1]}; use for example"
+                f"{label}: width={width} must be from {WIDTHS[0]} to {WIDTHS[1]}; use for example"
                 " binary8p3"
             )
         if not 1 <= precision < width:
             raise ValueError(
-                f"{label}: precision={precision} must lie from 1 to {width - 1}, which leaves a bit"
+                f"{label}: precision={precision} must be from 1 to {width - 1}, which leaves a bit"
                 f" of exponent; use for example binary{width}p{(width + 1) // 2}"
             )
         if width - precision > MOST_EXPONENT_BITS:
             raise ValueError(
                 f"{label}: {width - precision} bits of exponent must be at most"
-                f" {MOST_EXPONENT_BITS}, as float32 carries no more; use for example"
+                f" {MOST_EXPONENT_BITS}, because float32 has no more; use for example"
                 f" binary{width}p{width - MOST_EXPONENT_BITS}"
             )
         mantissa_bits, largest_code = precision - 1, (1 << width - 1) - 1 - extended
@@ -94,10 +94,10 @@ class P3109(SizedFloat):
 
     @classmethod
     def named(cls, name: str) -> P3109 | None:
-        """Return the format of a name, or None if it is no name of P3109.
+        """Return the format with this name, or None if it is not a P3109 name.
 
         Raises:
-            ValueError: no such format.
+            ValueError: a width is out of range, or the format is unsigned.
         """
         if (match := _NAME.fullmatch(name)) is None:
             return None
@@ -116,7 +116,7 @@ class P3109(SizedFloat):
 
     @property
     def kernel(self) -> None:
-        """None: the kernels of formats with a scale would keep the sign of zero."""
+        """None, because the kernels for scaled formats would keep the sign of zero."""
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
         """Return the codes of ``x``."""
@@ -142,9 +142,9 @@ class P3109(SizedFloat):
         return torch.where(codes == negative, torch.nan, values)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid, always as a new tensor; a NaN stays one.
+        """Return ``x`` rounded to the format, always as a new tensor; NaNs stay NaN.
 
-        Rounding to nearest with a mantissa is the kernel of 8-bit floats.
+        Rounding to nearest uses the kernel for 8-bit floats if the format has a mantissa.
         """
         import torch
 
@@ -157,7 +157,7 @@ class P3109(SizedFloat):
         return torch.where(found == 0, 0.0, found)
 
     def _on_grid(self, x: Tensor, random: Tensor | None) -> Tensor:
-        """Return float32 values rounded by torch's operations."""
+        """Round float32 values with torch operations."""
         import torch
 
         from lns_ops.formats.bit_views import bit_view

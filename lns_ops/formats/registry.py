@@ -43,7 +43,7 @@ HELP = (
     f"{', '.join(_WRITTEN)}, with a scale for example int8/channel, float8_e4m3fn/tensor,"
     f" lns8/channel ({' or '.join('/' + g for g in GRANULARITIES)})"
 )
-"""The names that there are, for messages."""
+"""The names of all formats, for messages."""
 
 
 _INTEGERS = r"\(\s*(-?\d+)\s*(?:,\s*(-?\d+)\s*)?(?:,\s*(\w+)\s*)?\)"
@@ -55,7 +55,7 @@ _MADE: dict[str, tuple[int, Callable[..., NumberFormat]]] = {
     "takum_log": (1, LogarithmicTakum),
     "bfp": (2, BlockFloatingPoint.of),
 }
-"""What makes the formats that are named with integers, and how many it takes; a posit may have one
+"""The constructor for each name with integer arguments, and their number; a posit may have one
 more."""
 
 
@@ -68,13 +68,13 @@ def parse(name: str) -> NumberFormat:
     (16777216.0, 240.0)
 
     Raises:
-        ValueError: no such name, no such format, a scale where there can be none, or a file without
-            a list of values.
+        ValueError: an unknown name, arguments out of range, a scale for a format without one, or a
+            file that does not contain a list of values.
     """
     if not isinstance(name, str):
-        raise ValueError(f"format {name!r}: must be a name such as 'bfloat16'; there are {HELP}")
+        raise ValueError(f"format {name!r}: must be a name such as 'bfloat16'; formats are {HELP}")
     if match := re.fullmatch(r"table\((.+)\)(?:/([^/()]*))?", name.strip()):
-        table = Table.read(match[1].strip())  # not kept: the file may change
+        table = Table.read(match[1].strip())  # not cached: the file may change
         return table if match[2] is None else _scaled(name, table, match[2])
     return _parse(name)
 
@@ -91,7 +91,7 @@ def _parse(name: str) -> NumberFormat:
 
 def _refuse_granularity(name: str, stem: str) -> None:
     raise ValueError(
-        f"format {name!r}: what follows / must be one of {', '.join(GRANULARITIES)}; use for"
+        f"format {name!r}: the part after / must be one of {', '.join(GRANULARITIES)}; use for"
         f" example {stem}/channel"
     )
 
@@ -115,12 +115,12 @@ def _unscaled(name: str) -> NumberFormat:
     if match and match[1] in _MADE and (found := _made(*match.groups())) is not None:
         return found
     if not name.startswith("lns"):
-        raise ValueError(f"format {name!r}: there is none of that name; there are {HELP}")
+        raise ValueError(f"format {name!r}: unknown; formats are {HELP}")
     return Logarithmic(LNSFormat.parse(name))
 
 
 def _made(kind: str, first: str, second: str | None, end: str | None) -> NumberFormat | None:
-    """Return the format of some integers; None if it takes another number of them."""
+    """Return the format with integer arguments; None if their number is wrong."""
     count, make = _MADE[kind]
     given = [int(part) for part in (first, second) if part is not None]
     if end is not None:

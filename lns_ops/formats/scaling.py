@@ -1,18 +1,21 @@
 """Scales that let a group of values use the whole range of a narrow format.
 
-Granularity ``tensor``: one scale for all values. ``channel``: one for each index of the first
-dimension, which is an output channel of a weight and an example of activations and gradients
-(tensors of fewer than two dimensions have one scale). A matrix product can take a scale out of its
-sum only if it is constant along it; with ``channel`` that holds for the forward product and not for
-both backward ones, which a device would have to encode anew. ``block``: one for each 32 values
-along the last dimension, as in microscaling formats (Open Compute Project, "OCP Microscaling
-Formats (MX) Specification v1.0", 2023).
+There are three granularities:
 
-:class:`Scaled` gives any format a scale that is a power of two, the largest with which nothing
-saturates: for LNS an offset of the logarithm, for floating point of the exponent. So decoding is
-exact and the scale itself costs no accuracy. Posits and takums are least precise at their largest
-magnitude; of these the group's largest is taken to where they are as precise as at 1
-(:attr:`~lns_ops.formats.NumberFormat.full_scale`).
+- ``tensor``: one scale for all values.
+- ``channel``: one scale for each index of the first dimension, which is an output channel of a
+  weight and an example of activations and gradients. Tensors with fewer than two dimensions have
+  one scale. A matrix product can factor out a scale only if it is constant along the sum. With
+  ``channel`` this holds for the forward product but not for both backward products, for which a
+  device would have to encode again.
+- ``block``: one scale for each 32 values along the last dimension, as in microscaling formats (Open
+  Compute Project, "OCP Microscaling Formats (MX) Specification v1.0", 2023).
+
+:class:`Scaled` adds to any format a scale that is a power of two: the smallest one that avoids
+saturation. It is an offset of the logarithm in LNS, and of the exponent in floating point. So
+decoding is exact and the scale itself costs no accuracy. Posits and takums are least precise at
+their largest magnitude, so their scale maps the group's largest magnitude to a range in which they
+are as precise as at 1 (:attr:`~lns_ops.formats.NumberFormat.full_scale`).
 """
 
 from __future__ import annotations
@@ -31,19 +34,19 @@ if TYPE_CHECKING:
 TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
 GRANULARITIES = (TENSOR, CHANNEL, BLOCK)
 BLOCK_SIZE = 32
-"""Values of a block."""
+"""Number of values of a block."""
 SCALE_BITS = 8
-"""Bits of a block's power of two."""
+"""Width of a block's scale exponent, in bits."""
 _LONG_ROW = 1 << 16
-"""Values of a row, which is one thread's in the kernel, above which torch's threads share them
-better where there are fewer rows than threads."""
+"""Maximum length of a row for the kernel, if there are fewer rows than threads. The kernel uses one
+thread a row; torch's operations share longer rows between threads and are faster."""
 
 
 def check_granularity(granularity: str, known: tuple[str, ...] = GRANULARITIES) -> None:
-    """Refuse what is not one of ``known``.
+    """Check that a granularity is one of ``known``.
 
     Raises:
-        ValueError: with those there are.
+        ValueError: it is not; the message lists the known ones.
     """
     if granularity not in known:
         raise ValueError(
@@ -53,9 +56,9 @@ def check_granularity(granularity: str, known: tuple[str, ...] = GRANULARITIES) 
 
 
 def group_largest(x: Tensor, granularity: str, block: int = BLOCK_SIZE) -> Tensor:
-    """Return the largest magnitude of each group that shares a scale; :func:`spread` repeats it.
+    """Return the largest magnitude of each group; :func:`spread` broadcasts it to the values.
 
-    It is 0 for an empty tensor. ``block`` is the number of values of a block.
+    For an empty tensor it is 0. ``block`` is the number of values of a block.
     """
     from torch.nn.functional import pad
 
@@ -73,7 +76,7 @@ def group_largest(x: Tensor, granularity: str, block: int = BLOCK_SIZE) -> Tenso
 def spread(
     scale: Tensor, shape: tuple[int, ...], granularity: str, block: int = BLOCK_SIZE
 ) -> Tensor:
-    """Return what is one a group so that it broadcasts over a tensor of ``shape``."""
+    """Reshape a tensor with one value a group so that it broadcasts over a tensor of ``shape``."""
     if granularity != BLOCK or not scale.dim():
         return scale
     repeated = scale.unsqueeze(-1).expand(*scale.shape, block).flatten(-2)
@@ -81,7 +84,7 @@ def spread(
 
 
 def group_lengths(x: Tensor, granularity: str, block: int = BLOCK_SIZE) -> tuple[int, int]:
-    """Return the numbers of values of a row, and of a group in it that shares a scale."""
+    """Return the length of a row, and of the groups within a row that share a scale."""
     if granularity == BLOCK and x.dim():
         return x.shape[-1], block
     one = granularity == TENSOR or x.dim() < 2
@@ -90,7 +93,7 @@ def group_lengths(x: Tensor, granularity: str, block: int = BLOCK_SIZE) -> tuple
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """Return ``2^exponent`` by its bits, for exponents in -126 .. 127."""
+    """Return ``2^exponent`` computed from its bits, for exponents in -126 .. 127."""
     import torch
 
     from lns_ops.formats.bit_views import bit_view
@@ -100,7 +103,13 @@ def _power(exponent: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaled(NumberFormat):
-    """A format with a power of two a tensor, channel or block: ``value = base value x scale``.
+    """A format with a power-of-two scale for each tensor, channel or block: ``base value x scale``.
+
+    >>> import torch
+    >>> from lns_ops import formats
+    >>> fmt = Scaled(formats.parse("float8_e4m3fn"), "tensor")
+    >>> fmt.name, fmt.quantize(torch.tensor([1e6, 1e4]))
+    ('float8_e4m3fn/tensor', tensor([983040.,  10240.]))
 
     Args:
         base: an unscaled format whose range is narrower than float32's.
@@ -108,7 +117,7 @@ class Scaled(NumberFormat):
         block: number of values of a block.
 
     Raises:
-        ValueError: a format that has a scale or needs none.
+        ValueError: a format that has its own scale, or has float32's range.
     """
 
     base: NumberFormat
@@ -124,7 +133,7 @@ class Scaled(NumberFormat):
             )
         if self.base.full_scale > 2.0**100:
             raise ValueError(
-                f"{self.base}/{self.granularity}: {self.base} has float32's range, a scale would"
+                f"{self.base}/{self.granularity}: {self.base} has float32's range, so a scale would"
                 f" change nothing; use {self.base}"
             )
 
@@ -135,7 +144,7 @@ class Scaled(NumberFormat):
 
     @property
     def bits(self) -> float:
-        """The width of ``base``, and a value's share of its block's scale."""
+        """The width of ``base`` plus a value's share of its block's scale."""
         return self.base.bits + (SCALE_BITS / self.block if self.granularity == BLOCK else 0)
 
     @property
@@ -145,9 +154,9 @@ class Scaled(NumberFormat):
 
     @property
     def error(self) -> ErrorModel:
-        """The error model of ``base``, scaled to the group's largest magnitude.
+        """The error model of ``base``, in units of the group's largest magnitude.
 
-        ``base``'s full scale is between one and two times the group's.
+        ``base``'s full scale is between one and two times the group's largest magnitude.
         """
         base = self.base.error
         half = self.base.full_scale / 2
@@ -166,16 +175,15 @@ class Scaled(NumberFormat):
         return Encoded(self.base.encode(x * self._spread(up, x), random).codes, down)
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """Return ``base``'s values times the scale."""
+        """Return ``base``'s values times their scale."""
         assert encoded.scale is not None
         values = self.base.decode(Encoded(encoded.codes))
         return values.mul_(self._spread(encoded.scale, values))
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid of ``base`` times the scale.
+        """Return ``x`` rounded to ``base`` times the scale.
 
-        Rounding to nearest is one kernel on a CPU, and on a GPU with CuPy, for those of ``base``
-        that have one.
+        Rounding to nearest is one kernel on a CPU, and on a GPU with CuPy, if ``base`` has one.
         """
         x = as_float32(x)
         if random is None and (found := self._by_kernel(x)) is not None:
@@ -184,8 +192,8 @@ class Scaled(NumberFormat):
         return self.base.quantize(x * self._spread(up, x), random).mul_(self._spread(down, x))
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
-        """Return ``x`` rounded by a kernel, with the same bits; None where there is none, it would
-        be slower, torch traces, or, on a CPU, a value is not finite."""
+        """Return ``x`` rounded by a kernel, with the same bits. Returns None without a kernel, if
+        it would be slower, if torch traces, or, on a CPU, if a value is not finite."""
         kind = self.base.kernel
         if kind is None:
             return None
@@ -212,17 +220,17 @@ class Scaled(NumberFormat):
 
     @cached_property
     def _limit(self) -> float:
-        """The magnitude that the largest of a group must not exceed."""
+        """The upper bound for the scaled largest magnitude of a group."""
         return self.base.full_scale
 
     def _spread(self, scale: Tensor, x: Tensor) -> Tensor:
         return spread(scale, x.shape, self.granularity, self.block)
 
     def _scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the power of two that takes a group into ``base``'s range, and its inverse.
+        """Return the power of two that maps a group into ``base``'s range, and its inverse.
 
-        The group's largest magnitude comes to lie above half of ``base``'s full scale, and at most
-        at it.
+        The group's largest magnitude is mapped to between half of ``base``'s full scale (exclusive)
+        and the full scale (inclusive).
         """
         import torch
 

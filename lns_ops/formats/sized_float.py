@@ -1,22 +1,21 @@
 """Binary floating point with fields of any width: ``float(e,m)``.
 
-A sign, ``e`` bits of exponent with the bias ``2^(e-1) - 1``, ``m`` bits of mantissa, subnormal
-numbers below the smallest exponent, rounding to nearest with ties to even: IEEE 754's binary
-formats with other widths (IEEE Std 754-2019, section 3.4). What differs is what the largest
-exponent field means, and what happens beyond the largest number:
+A value has a sign, ``e`` exponent bits with the bias ``2^(e-1) - 1`` and ``m`` mantissa bits. Below
+the smallest exponent numbers are subnormal, and rounding is to nearest with ties to even. So these
+are IEEE 754's binary formats with other widths (IEEE Std 754-2019, section 3.4). There are three
+variants, which differ in the largest exponent field and in numbers beyond the largest:
 
-- ``float(e,m)``: the field is for infinities and NaNs, as in IEEE 754, but numbers saturate at the
-  largest, as in :data:`lns_ops.formats.float8_e5m2`, which ``float(5,2)`` equals.
-- ``float(e,m,inf)``: they overflow to infinity. ``float(5,10,inf)`` is ``float16``,
+- ``float(e,m)``: the field has infinities and NaNs, as in IEEE 754, but numbers saturate at the
+  largest, as in :data:`lns_ops.formats.float8_e5m2`, which equals ``float(5,2)``.
+- ``float(e,m,inf)``: numbers overflow to infinity. ``float(5,10,inf)`` is ``float16``,
   ``float(8,7,inf)`` is ``bfloat16``.
-- ``float(e,m,finite)``: the field is one more octave of numbers. There are no infinities and no
-  NaNs, and numbers saturate: the elements of microscaling formats, ``float(2,1,finite)``,
+- ``float(e,m,finite)``: the field is one more octave of numbers. Infinities and NaNs do not exist,
+  and numbers saturate. The elements of microscaling formats are ``float(2,1,finite)``,
   ``float(3,2,finite)`` and ``float(2,3,finite)`` (Open Compute Project, "OCP Microscaling Formats
   (MX) Specification v1.0", 2023).
 
-``float8_e4m3fn`` is none of the three. It gives the largest field to numbers except for a NaN:
-it reaches 448, where ``float(4,3)`` ends at 240 and ``float(4,3,finite)`` at 480. All below 240 is
-the same.
+``float8_e4m3fn`` is a fourth variant: the largest field has numbers and one NaN. It reaches 448,
+where ``float(4,3)`` ends at 240 and ``float(4,3,finite)`` at 480. Up to 240 all three are the same.
 
 Codes are the fields, in an integer of at least ``1 + e + m`` bits.
 """
@@ -38,32 +37,32 @@ EXPONENT_BITS, MANTISSA_BITS = (2, 8), (1, 23)
 SATURATE, INFINITE, FINITE = "saturate", "inf", "finite"
 _MANTISSA, _BIAS = 23, 127
 _KERNEL_MANTISSA = 21
-"""Most mantissa bits that the kernels round to: they add 1.5 x 2^23 steps, and two octaves of
-mantissas must fit beside those."""
+"""Maximum number of mantissa bits that the kernels support: they add 1.5 x 2^23 steps, and there
+must be room for two octaves of mantissas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizedFloat(FloatFormat):
-    """A floating-point format whose widths are free.
+    """A floating-point format with any widths.
 
     >>> import torch
     >>> SizedFloat.of(3, 4).quantize(torch.tensor([0.3, 0.01, 99.0]))
     tensor([ 0.2969,  0.0156, 15.5000])
 
-    :meth:`of` makes one from its widths.
+    Create one from its widths with :meth:`of`.
 
     Attributes:
-        overflow: ``saturate``, ``inf`` or ``finite``; see the head of this file.
+        overflow: ``saturate``, ``inf`` or ``finite``; see :mod:`lns_ops.formats.sized_float`.
     """
 
     overflow: str = SATURATE
 
     @classmethod
     def of(cls, exponent_bits: int, mantissa_bits: int, overflow: str = SATURATE) -> SizedFloat:
-        """Return the format of these widths.
+        """Return the format with these widths.
 
         Raises:
-            ValueError: no such format.
+            ValueError: a width is out of range.
         """
         end = "" if overflow == SATURATE else f",{overflow}"
         label = f"float({exponent_bits},{mantissa_bits}{end})"
@@ -73,13 +72,13 @@ class SizedFloat(FloatFormat):
         ):
             if not low <= bits <= high:
                 raise ValueError(
-                    f"{label}: {what}={bits} must lie from {low} to {high}, as float32 carries no"
+                    f"{label}: {what}={bits} must be from {low} to {high}, because float32 has no"
                     f" more; use for example float({example[0]},{example[1]})"
                 )
         if overflow == FINITE and exponent_bits == EXPONENT_BITS[1]:
             raise ValueError(
-                f"{label}: its largest octave must lie within float32's range, which 8 bits of"
-                f" exponent leave; use float({exponent_bits},{mantissa_bits}) or"
+                f"{label}: its largest octave must be within float32's range, which ends before it"
+                f" with 8 exponent bits; use float({exponent_bits},{mantissa_bits}) or"
                 f" float(7,{mantissa_bits},finite)"
             )
         octaves = (1 << exponent_bits - 1) - (overflow != FINITE)
@@ -94,15 +93,15 @@ class SizedFloat(FloatFormat):
 
     @property
     def storage(self) -> torch.dtype:
-        """The narrowest dtype that holds the fields: uint8, int16 or int32."""
+        """The narrowest of uint8, int16 and int32 that holds the fields."""
         import torch
 
         return torch.uint8 if self.bits <= 8 else torch.int16 if self.bits <= 16 else torch.int32
 
     @property
     def kernel(self) -> tuple[int, int] | None:
-        """The mantissa's bits and the smallest normal exponent; None for float32's exponents and
-        for more mantissa bits than kernels round to."""
+        """The number of mantissa bits and the smallest normal exponent; None for 8 exponent bits,
+        and for more mantissa bits than kernels support."""
         fits = self.exponent_bits < 8 and self.mantissa_bits <= _KERNEL_MANTISSA
         return (self.mantissa_bits, self.min_exponent) if fits else None
 
@@ -125,7 +124,7 @@ class SizedFloat(FloatFormat):
         return Encoded((fields | sign).to(self.storage))
 
     def _fields(self, values: Tensor) -> Tensor:
-        """Return exponent and mantissa fields of finite values on the grid, int32."""
+        """Return exponent and mantissa fields of finite rounded values, int32."""
         import torch
 
         from lns_ops.formats.bit_views import bit_view
@@ -170,9 +169,9 @@ class SizedFloat(FloatFormat):
         return torch.where(field == 0, mantissa.float() * 2.0 ** (self.min_exponent - m), normal)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid, always as a new tensor; a NaN stays one.
+        """Return ``x`` rounded to the format, always as a new tensor; NaNs stay NaN.
 
-        Rounding to nearest, saturating, is the kernel of 8-bit floats where :attr:`kernel` says.
+        Saturating rounding to nearest uses the kernel of 8-bit floats if :attr:`kernel` is set.
         """
         x = as_float32(x)
         if random is None and self.saturates and (found := self._by_kernel(x)) is not None:
@@ -180,7 +179,7 @@ class SizedFloat(FloatFormat):
         return self._on_grid(x, random)
 
     def _on_grid(self, x: Tensor, random: Tensor | None) -> Tensor:
-        """Return float32 values rounded by torch's operations."""
+        """Round float32 values with torch operations."""
         import torch
 
         if random is not None:

@@ -1,8 +1,8 @@
-"""Random integers for stochastic rounding: the same on every device, from a key and a step alone.
+"""Random integers for stochastic rounding: computed from a key and a step, the same on all devices.
 
-The definition is :func:`lns_ops.reference.random_bits` (Philox4x32-10). CPUs compute it by the
-kernel that LNS updates use, and so do GPUs with CuPy; elsewhere it is written in torch's int64
-operations, some hundred of them. A CUDA graph captures either, after one call outside.
+The definition is :func:`lns_ops.reference.random_bits` (Philox4x32-10). CPUs, and GPUs with CuPy,
+compute it with the kernel that LNS updates use. Other devices use about a hundred int64 operations
+of torch. A CUDA graph can capture both, after one call outside the capture.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ _LOW = 0xFFFFFFFF
 
 
 def random_bits(like: Tensor, key: int, step: Tensor, slot: int = 0) -> Tensor:
-    """Return integers uniform in 0 .. 2^16 - 1 (int32), of ``like``'s shape and on its device.
+    """Return integers uniform in 0 .. 2^16 - 1 (int32), with ``like``'s shape and device.
+
+    >>> import torch
+    >>> random_bits(torch.empty(4), key=1, step=torch.tensor(0))
+    tensor([ 1648, 58344,  3772, 58634], dtype=torch.int32)
 
     Args:
-        key: 64 bits; another one for every tensor.
-        step: 0-dim integer tensor; another one for every use.
-        slot: 32 bits; tells several uses within a step apart.
+        like: tensor with the wanted shape and device.
+        key: 64 bits; different for every tensor.
+        step: 0-dim integer tensor; different for every use.
+        slot: 32 bits; distinguishes several uses within a step.
     """
     import torch
 
@@ -42,9 +47,9 @@ def random_bits(like: Tensor, key: int, step: Tensor, slot: int = 0) -> Tensor:
 
 
 def _philox(count: int, key: int, step: Tensor, slot: int) -> Tensor:
-    """Return :func:`lns_ops.reference.random_bits`, up to seven more than ``count``.
+    """Return :func:`lns_ops.reference.random_bits`, with up to seven more values than ``count``.
 
-    It takes torch operations of ``step``'s device.
+    Computed with torch operations on ``step``'s device.
     """
     import torch
 
@@ -53,7 +58,7 @@ def _philox(count: int, key: int, step: Tensor, slot: int) -> Tensor:
     c, d = (step.to(torch.int64) & _LOW).expand_as(block), torch.full_like(block, slot)
     low, high = key & _LOW, key >> 32 & _LOW
     for _ in range(10):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57  # their 64 bits; the sign bit is one of them
+        first, second = a * 0xD2511F53, c * 0xCD9E8D57  # all 64 bits, including the sign bit
         a, b, c, d = (
             (second >> 32 & _LOW) ^ b ^ low,
             second & _LOW,

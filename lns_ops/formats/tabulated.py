@@ -1,18 +1,18 @@
-"""Formats that are a sorted list of values, and a rule for what lies between two of them.
+"""Formats that are defined by a sorted list of values and a rule for rounding between neighbours.
 
-A list of at most 2^16 values describes any format of at most 16 bits. Rounding to nearest is a
-search among *thresholds*: the i-th is the smallest float32 that rounds to the value after the i-th.
-So ties and boundaries that are no float32 cost nothing when rounding, and every device finds the
-same value, because it only compares. Where a table of float32's leading bits leaves one threshold
-to compare with, it replaces the binary search, which takes 4 to 8 times as long on a CPU. A
-boundary between two neighbours need not be their mean: posits and takums round in their bit string
-(:mod:`lns_ops.formats.tapered`).
+A list of at most 2^16 values can describe any format of at most 16 bits. Rounding to nearest is a
+search among *thresholds*: the i-th threshold is the smallest float32 that rounds to the value after
+the i-th. So ties, and boundaries that float32 cannot represent, need no extra work, and every
+device finds the same value, because it only compares. If a table indexed by float32's leading bits
+leaves one threshold to compare with, it replaces the binary search, which takes 4 to 8 times as
+long on a CPU. A boundary between two neighbours need not be their mean: posits and takums round in
+their bit string (:mod:`lns_ops.formats.tapered`).
 
-Rounding at random takes one of the two neighbours in proportion to the distance, whatever the
-boundary, so that the expected value is exact. A value beyond the list saturates.
+Stochastic rounding chooses one of the two neighbours in proportion to the distance, independent of
+the boundary, so that the expected value is exact. A value beyond the list saturates.
 
 :class:`Table` reads such a list from a file. Rounding to nearest is one kernel on GPUs with CuPy.
-Limits: on CPUs, at random, and to lists without such a table it takes torch's operations.
+Limits: on CPUs, at random, and for lists without such a table it uses torch operations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MOST_CELLS = 1 << 21
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Grid:
-    """The values of a format and how to round to them.
+    """The values of a format and the rules for rounding to them.
 
     Attributes:
         levels: float32, shape (N,), strictly increasing.
@@ -54,7 +54,7 @@ class Grid:
         codes: integers, shape (N,): the code of each level.
         decoded: float32: the values of all codes, the smallest code first.
         unit: the unit roundoff of the levels from 1 to ``full_scale``; 0 for even steps.
-        full_scale: the magnitude to which a scale takes the largest of a group.
+        full_scale: the magnitude to which a scale maps a group's largest magnitude.
     """
 
     levels: NDArray[np.float32]
@@ -74,8 +74,9 @@ class Grid:
 
     @cached_property
     def shift(self) -> int | None:
-        """The number of trailing bits of float32 that :attr:`cells` leaves out, as many as leave
-        at most one threshold inside a cell; None if more than :data:`MOST_CELLS` would be needed.
+        """The number of trailing bits of float32 that :attr:`cells` ignores: the largest number for
+        which a cell contains at most one threshold. None if :attr:`cells` would need more than
+        :data:`MOST_CELLS` entries.
         """
         words = self.thresholds[self.thresholds != 0].view(np.uint32)  # 0 is the end of a cell
         shifts = range(20, 31 - MOST_CELLS.bit_length() + 1, -1)
@@ -84,7 +85,7 @@ class Grid:
 
     @cached_property
     def cells(self) -> NDArray[np.int32]:
-        """For all numbers whose leading bits are the index, the place of the smallest of them."""
+        """For each pattern of leading bits, the index of the smallest number with these bits."""
         assert self.shift is not None
         low = np.arange(1 << 32 - self.shift, dtype=np.uint32) << np.uint32(self.shift)
         high = low | np.uint32((1 << self.shift) - 1)
@@ -94,12 +95,12 @@ class Grid:
 
     @property
     def ends(self) -> NDArray[np.float32]:
-        """:attr:`thresholds`, and a NaN, which nothing reaches."""
+        """:attr:`thresholds` and a final NaN, which no number reaches."""
         return np.append(self.thresholds, np.float32(np.nan))
 
     @property
     def absolute(self) -> float:
-        """The largest error within ``full_scale`` of values that ``unit`` does not describe."""
+        """The largest error within ``full_scale`` that ``unit`` does not describe."""
         low, high = np.abs(self.levels[:-1]), np.abs(self.levels[1:])
         inside = np.maximum(low, high) <= self.full_scale
         inside &= self.errors > self.unit * np.minimum(low, high)
@@ -111,7 +112,7 @@ def thresholds_of(boundaries: Floats, upwards: NDArray[np.bool_]) -> NDArray[np.
 
     Args:
         boundaries: where rounding changes from one level to the next, float64.
-        upwards: whether a number on the boundary rounds up.
+        upwards: whether a number at the boundary rounds up.
     """
     found = boundaries.astype(np.float32)
     above = np.nextafter(found, np.float32(np.inf))
@@ -124,8 +125,8 @@ def thresholds_of(boundaries: Floats, upwards: NDArray[np.bool_]) -> NDArray[np.
 class ListedError(ErrorModel):
     """The error of rounding to a list, whose steps follow no simple rule.
 
-    ``relative`` is the unit roundoff between 1 and the full scale. :meth:`bound` is exact: it looks
-    up the two neighbours.
+    ``relative`` is the unit roundoff between 1 and the full scale. :meth:`bound` is exact, because
+    it looks up the two neighbours.
 
     Attributes:
         format: the format.
@@ -134,8 +135,8 @@ class ListedError(ErrorModel):
     format: Listed
 
     def bound(self, x: Tensor, group: Tensor | float = 1.0) -> Tensor:
-        """Return the largest error between the neighbours of each of ``x``, or its distance from
-        the end of the list."""
+        """Return the largest error between the neighbours of each value in ``x``, or the value's
+        distance from the end of the list."""
         import torch
 
         grid, device = self.format.grid, x.device
@@ -148,11 +149,11 @@ class ListedError(ErrorModel):
 
 
 class Listed(NumberFormat):
-    """A format that is a list of values: a subclass says which."""
+    """A format that is defined by a list of values, which a subclass provides."""
 
     not_a_real = True
-    """Whether a code says that a number is none; infinities have that code too. Otherwise
-    infinities saturate and a NaN has no code."""
+    """Whether the format has a code for NaN, which infinities get as well. Otherwise infinities
+    saturate and a NaN has no code."""
 
     @property
     @abstractmethod
@@ -161,7 +162,7 @@ class Listed(NumberFormat):
 
     @property
     def error(self) -> ErrorModel:
-        """The error model, whose bound is exact for each value."""
+        """The error model; its bound is exact for each value."""
         magnitudes = np.abs(self.grid.levels)
         return ListedError(
             relative=self.grid.unit,
@@ -173,7 +174,7 @@ class Listed(NumberFormat):
 
     @property
     def full_scale(self) -> float:
-        """The magnitude to which a scale takes the largest of a group."""
+        """The magnitude to which a scale maps a group's largest magnitude."""
         return self.grid.full_scale
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
@@ -193,14 +194,14 @@ class Listed(NumberFormat):
         return Encoded(codes)
 
     def decode(self, encoded: Encoded) -> Tensor:
-        """Return the values of codes; that of Not a Real is a NaN."""
+        """Return the values of codes; Not a Real becomes NaN."""
         from lns_ops.formats.list_rounding import kept
 
         decoded = kept(self, "decoded", encoded.codes)
         return decoded[encoded.codes.long() - self._lowest]
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid, without the detour over codes; a NaN stays one."""
+        """Return ``x`` rounded to the format, without computing codes; NaNs stay NaN."""
         import torch
 
         from lns_ops import cuda
@@ -221,10 +222,10 @@ class Listed(NumberFormat):
 
 @dataclass(frozen=True)
 class Table(Listed):
-    """Any list of values, from a file: ``table(path.npy)``.
+    """Any list of values, read from a file: ``table(path.npy)``.
 
-    Rounds to the nearest value, ties to the one with the even index; what lies beyond the ends
-    saturates, infinities too. A code is an index. Values are taken as float32.
+    It rounds to the nearest value, ties to the one with the even index. Values beyond the ends,
+    including infinities, saturate. A code is an index. Values are converted to float32.
 
     >>> import numpy, tempfile, torch
     >>> with tempfile.NamedTemporaryFile(suffix=".npy") as file:
@@ -233,7 +234,7 @@ class Table(Listed):
     tensor([ 0.,  0.,  2., -1.])
 
     Attributes:
-        path: the file's name, as it was given.
+        path: the file's name as given.
         digest: SHA-256 of the values. Equal formats have the same values.
     """
 
@@ -245,7 +246,7 @@ class Table(Listed):
 
     @classmethod
     def read(cls, path: str) -> Table:
-        """Read a list, and again if the file has changed.
+        """Read a list; read it again if the file has changed.
 
         Raises:
             ValueError: no such file, or not 2 to 2^16 finite numbers in increasing order.
@@ -259,7 +260,8 @@ class Table(Listed):
             ) from None
         if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for its writer
             raise ValueError(
-                f"table({path}): is no regular file; give the path of a file that numpy.save wrote"
+                f"table({path}): is not a regular file; give the path of a file that numpy.save"
+                " wrote"
             )
         return _read(path, found.st_mtime_ns, found.st_size)
 
@@ -275,7 +277,7 @@ class Table(Listed):
 
     @property
     def storage(self) -> torch.dtype:
-        """The narrowest dtype that holds an index: uint8, int16 or int32."""
+        """The narrowest of uint8, int16 and int32 that holds an index."""
         import torch
 
         count = len(self._levels)
@@ -287,7 +289,7 @@ class Table(Listed):
         levels = self._levels
         low, high = levels[:-1].astype(np.float64), levels[1:].astype(np.float64)
         total = low + high
-        # What float64 loses of the sum (Knuth's two-sum) says on which side of the mean a tie is.
+        # float64's rounding error of the sum (Knuth's two-sum) shows on which side a tie is.
         rest = total - low
         lost = (low - (total - rest)) + (high - rest)
         even = np.arange(1, len(levels)) % 2 == 0
@@ -306,9 +308,9 @@ class Table(Listed):
 @lru_cache(maxsize=64)
 def _read(path: str, changed_ns: int, size: int) -> Table:
     try:
-        # mapped, so that memory is not taken for a length that is refused
+        # memory-mapped, so that no memory is allocated for a list that is too long
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # NumPy's reader of headers raises many kinds
+    except Exception as error:  # NumPy's header reader raises many types
         raise ValueError(f"table({path}): {error}; write it with numpy.save") from None
     _check(path, array)
     levels = np.array(array, np.float32)  # a copy: the file may change
@@ -316,10 +318,10 @@ def _read(path: str, changed_ns: int, size: int) -> Table:
 
 
 def _check(path: str, array: Any) -> None:
-    """Refuse what is no list of a format's values.
+    """Check that an array is a valid list of values.
 
     Raises:
-        ValueError: with what to do.
+        ValueError: with the problem, the rule and the remedy.
     """
 
     def refuse(what: str, rule: str, remedy: str) -> None:

@@ -1,28 +1,28 @@
-"""Tapered formats: posits and takums, most precise around 1 and less so towards both ends.
+"""Tapered formats: posits and takums, most precise around 1 and less precise towards both ends.
 
-In both a few leading bits say how many bits the exponent takes, and the mantissa has what is left.
-Codes are two's complement integers in the order of their values; -2^(n-1) is Not a Real (NaR), to
-which NaN and infinities go. There is one zero.
+In both formats a few leading bits determine how many bits the exponent has, and the mantissa has
+the remaining bits. Codes are two's complement integers in the order of their values; -2^(n-1) is
+Not a Real (NaR), the code of NaN and infinities. There is one zero.
 
-*Rounding* is in the bit string, as both definitions say: of two neighbours, a number goes to the
-upper one if it exceeds the value of the string of n + 1 bits between them (the lower one's string
-and a 1), and at that value to the even code. Where the mantissa has bits, that is the mean of the
-neighbours; where the cut goes through the exponent it is nearer to their geometric mean. No number
-but zero rounds to zero, and none beyond the largest to NaR: both ends saturate. Rounding at random
-(:mod:`lns_ops.formats.tabulated`) has the exact number as its expected value instead, also between
+*Rounding* is done in the bit string, as both definitions say. The boundary between two neighbours
+is the value of the string of n + 1 bits between them (the lower one's string and a 1); a number at
+the boundary goes to the even code. If the last bits belong to the mantissa, the boundary is the
+mean of the neighbours; if they belong to the exponent, it is nearer to their geometric mean. Only
+zero rounds to zero, and no number rounds to NaR: both ends saturate. In contrast, stochastic
+rounding (:mod:`lns_ops.formats.tabulated`) has the exact number as its expected value, also between
 zero and the smallest magnitude.
 
-*Scales.* The largest of a group is taken to where the format is as precise as at 1, not to the
-largest magnitude, where it has hardly any mantissa.
+*Scales.* A scale maps the largest magnitude of a group to a range in which the format is as precise
+as at 1, instead of to the format's largest magnitude, which has hardly any mantissa.
 
-Sources: Posit Working Group, "Standard for Posit Arithmetic (2022)", whose es is 2; earlier posits
-had others. L. Hunhold, "Beating Posits at Their Own Game: Takum Arithmetic", CoNGA 2024
+Sources: Posit Working Group, "Standard for Posit Arithmetic (2022)", with es = 2; earlier posits
+had other values of es. L. Hunhold, "Beating Posits at Their Own Game: Takum Arithmetic", CoNGA 2024
 (arXiv:2404.18603), and, for linear takums, "Design and Implementation of a Takum Arithmetic
 Hardware Codec in VHDL", 2024 (arXiv:2408.10594).
 
-Limits: takums reach from 2^-255 to 2^255 (logarithmic ones to e^127). Those beyond float32's normal
-numbers are left out: here a takum format saturates at its outermost values from 2^-126 to 2^128.
-A logarithmic takum is in general no float32; its nearest float32 stands for it.
+Limits: takums range from 2^-255 to 2^255 (logarithmic takums to e^127). Values outside float32's
+normal range are left out: here a takum format saturates at its outermost values from 2^-126 to
+2^128. Logarithmic takums are usually not float32 numbers and are rounded to the nearest float32.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ if TYPE_CHECKING:
 BITS = (2, 16)
 _SMALLEST, _LARGEST = 2.0**-126, float(np.finfo(np.float32).max)
 _SHORTEST_TAKUM = 12
-"""Bits up to which a takum's string is continued by zeros: sign, direction, regime, characteristic
-of up to 7 bits."""
+"""Takum strings up to this width are extended with zeros: sign, direction, regime, and up to 7 bits
+of characteristic."""
 
 
 def _length(x: Integers) -> Integers:
-    """Return the numbers of binary digits of integers of at most 53 bits; 0 of 0."""
+    """Return the number of binary digits of integers below 2^53; 0 for 0."""
     return np.frexp(x.astype(np.float64))[1].astype(np.int64)
 
 
 def posit_values(codes: Integers, bits: int, es: int) -> Floats:
-    """Return the values of positive posits.
+    """Return the values of positive posits: ``2^(k 2^es + e) (1 + f)``.
 
-    A run of k + 1 ones or -k zeros that the other bit ends (the regime), ``es`` bits of an exponent
-    e, of which those cut off are zeros, then a fraction f: ``2^(k 2^es + e) (1 + f)``.
+    The regime is a run of k + 1 ones or -k zeros that ends with the opposite bit. Then follow
+    ``es`` bits of an exponent e (missing bits are zeros) and a fraction f.
     """
     body = bits - 1
     ones = codes >> body - 1 & 1 == 1
     run = body - _length(np.where(ones, ~codes & (1 << body) - 1, codes))
     regime = np.where(ones, run - 1, -run)
     left = np.maximum(body - run - 1, 0)
-    tail = (codes & (1 << left) - 1) << es  # room for those cut off
+    tail = (codes & (1 << left) - 1) << es  # room for missing exponent bits
     exponent, fraction = tail >> left, tail & (1 << left) - 1
     values: Floats = np.ldexp(1 + fraction / (1 << left), regime * (1 << es) + exponent)
     return values
@@ -92,7 +92,7 @@ def takum_logarithms(codes: Integers, bits: int) -> tuple[Integers, Floats]:
 
 @dataclass(frozen=True)
 class _Tapered(Listed):
-    """The formats whose codes are two's complement strings of ``width`` bits."""
+    """Formats whose codes are two's complement strings of ``width`` bits."""
 
     width: int
 
@@ -109,7 +109,7 @@ class _Tapered(Listed):
     @property
     @abstractmethod
     def precise_below(self) -> float:
-        """The magnitude from 1 up to which the format is as precise as at 1."""
+        """The magnitude up to which, starting from 1, the format is as precise as at 1."""
 
     @abstractmethod
     def positive(self, codes: Integers, bits: int) -> Floats:
@@ -117,15 +117,15 @@ class _Tapered(Listed):
 
     @property
     def grid(self) -> Grid:
-        """The values of all codes that float32 carries."""
+        """The values of all codes that float32 can represent."""
         return _grid(self)
 
     def _check_width(self, name: str) -> None:
         low, high = BITS
         if not low <= self.width <= high:
             raise ValueError(
-                f"bits={self.width}: {name} has {low} to {high} bits here, which a table of values"
-                f" holds; use for example {name}(8)"
+                f"bits={self.width}: {name} has {low} to {high} bits, so that its values fit in a"
+                f" table; use for example {name}(8)"
             )
 
 
@@ -138,7 +138,7 @@ def _grid(fmt: _Tapered) -> Grid:
     values, lower = values[kept], codes[first:last]
     between = fmt.positive(2 * lower + 1, bits + 1)
     positive, zero = values.astype(np.float32), np.zeros(1, np.float32)
-    # A tie goes to the even code. Of negative values, the upper one is the smaller magnitude.
+    # A tie goes to the even code. For negative values the upper one has the smaller magnitude.
     above = thresholds_of(between, lower % 2 == 1)
     below = thresholds_of(-between, lower % 2 == 0)
     ends = np.pad(positive, (first, len(codes) - 1 - last), mode="edge")
@@ -154,7 +154,7 @@ def _grid(fmt: _Tapered) -> Grid:
 
 
 def _unit(values: Floats, between: Floats, end: float) -> float:
-    """Return the unit roundoff from 1 to ``end``, 0 if there is no step."""
+    """Return the unit roundoff from 1 to ``end``, 0 without a step."""
     inside = np.flatnonzero((values[:-1] >= 1) & (values[:-1] < end))
     low, high = (between / values[:-1])[inside] - 1, (values[1:] / between)[inside] - 1
     return float(np.maximum(low, high).max(initial=0.0))
@@ -170,11 +170,11 @@ class Posit(_Tapered):
 
     Args:
         width: bits, 2 to 16.
-        es: bits of the exponent, 2 in the standard; at most those with which the largest,
+        es: exponent bits, 2 in the standard; limited so that the largest magnitude,
             ``2^(2^es (width - 2))``, is below 2^127.
 
     Raises:
-        ValueError: no such format.
+        ValueError: ``width`` or ``es`` is out of range.
     """
 
     es: int = 2
@@ -184,8 +184,8 @@ class Posit(_Tapered):
         if not 0 <= self.es <= 6 or (self.width - 2) << self.es > 126:
             most = 6 if self.width == 2 else int(math.log2(126 / (self.width - 2)))
             raise ValueError(
-                f"es={self.es}: with bits={self.width} must lie from 0 to {most}, as float32"
-                f" carries no more; use for example posit({self.width},{min(most, 2)})"
+                f"es={self.es}: with bits={self.width} must be from 0 to {most}, because of"
+                f" float32's range; use for example posit({self.width},{min(most, 2)})"
             )
 
     @property
@@ -215,7 +215,7 @@ class Takum(_Tapered):
         width: bits, 2 to 16.
 
     Raises:
-        ValueError: no such format.
+        ValueError: ``width`` is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -228,7 +228,7 @@ class Takum(_Tapered):
 
     @property
     def precise_below(self) -> float:
-        """The base of the characteristic, 2: from there one bit more is spent on it."""
+        """The base of the characteristic, 2: from there the characteristic takes one bit more."""
         return 2.0
 
     def positive(self, codes: Integers, bits: int) -> Floats:
@@ -250,7 +250,7 @@ class LogarithmicTakum(_Tapered):
         width: bits, 2 to 16.
 
     Raises:
-        ValueError: no such format.
+        ValueError: ``width`` is out of range.
     """
 
     def __post_init__(self) -> None:
@@ -267,6 +267,6 @@ class LogarithmicTakum(_Tapered):
         return math.sqrt(math.e)
 
     def positive(self, codes: Integers, bits: int) -> Floats:
-        """Return the values of positive codes, correct to float64's last bits."""
+        """Return the values of positive codes, accurate to float64's last bits."""
         c, m = takum_logarithms(codes, bits)
         return np.exp((c + m) / 2)

@@ -1,15 +1,21 @@
 """LNS operations on int16 codes as torch operators: the interface between tensors and kernels.
 
-Every operator takes codes and a format as two integers (``bits``, ``fraction_bits``), has a fake
-kernel (shape and dtype, for ``torch.compile`` and FakeTensor) and a kernel per device. They are
-registered through ``torch.library.Library.define/impl`` rather than ``custom_op``, which costs a
-few microseconds less a call.
+Every operator takes codes, and a format as two integers (``bits``, ``fraction_bits``). It has a
+kernel per device and a fake kernel (shape and dtype, for ``torch.compile`` and FakeTensor).
+Operators are registered with ``torch.library.Library.define/impl`` instead of ``custom_op``, which
+saves a few microseconds a call.
 
-What needs no kernel is plain torch on codes: sign, magnitude and order can be read off a code, so
-``neg``, ``absolute``, ``relu`` and the comparisons run on any device as they are.
+>>> import torch
+>>> from lns_ops import functional, lns12
+>>> x = functional.encode(torch.tensor([1.0, 3.0]), lns12)
+>>> functional.decode(functional.add(x, x, lns12), lns12)
+tensor([2.0000, 5.9716])
 
-Shapes follow torch's broadcasting; results are contiguous. Errors are ``ValueError``; none leaves a
-result half written.
+Some operations need no kernel, because sign, magnitude and order can be read from a code: ``neg``,
+``absolute``, ``relu`` and the comparisons are plain torch operations on any device.
+
+Shapes follow torch's broadcasting; results are contiguous. Errors are ``ValueError``, and are
+raised before any result is written.
 """
 
 from lns_ops.functional.elementwise import (

@@ -1,28 +1,28 @@
-"""Convolutions of codes and both their gradients in one, two or three dimensions, by implicit GEMM.
+"""Convolutions of codes and their gradients in one, two or three dimensions, by implicit GEMM.
 
-Windows of the padded input are gathered into columns (zero is code 0, so padding is torch's own),
-and each output is one sum of a matrix product in the contract's order. What is summed, and in which
-order:
+Windows of the padded input are gathered into columns (zero is code 0, so torch's own padding
+works), and each output is one sum of a matrix product in the contract's order. The sums and their
+orders are:
 
 - forward, ``out[n, o, p] = sum w[o, c, t] x[n, c, stride p + dilation t - padding]``: over (c, t),
   the channel slowest, t row-major;
 - gradient of the input: over (o, t), t from the last tap to the first, that is by ascending
-  position in the gradient. With a stride each residue of the position takes only the taps that
-  reach it, so no zeros are multiplied. It is also the transposed convolution;
+  position in the gradient. With a stride, each residue of the position uses only the taps that
+  reach it, so no zeros are multiplied. This is also the transposed convolution;
 - gradient of the bias: over the positions of each image, then over images;
-- gradient of the weight: over (n, p) in pieces of whole images, as many as have ``LONG_SUM = 4096``
-  positions together (at least one), and the pieces are then added as :func:`lns_ops.functional.sum`
-  does. One row of all positions of a batch would be far too long a sum.
+- gradient of the weight: over (n, p) in pieces of whole images. A piece has as many images (at
+  least one) as have ``LONG_SUM = 4096`` positions together. The pieces are then added as in
+  :func:`lns_ops.functional.sum`. A single sum over all positions of a batch would be too long.
 
-Sums of more than 4,096 products, be it over channels and taps or over the positions of one image,
-are cut as those of :func:`lns_ops.functional.matmul` are.
+Sums of more than 4,096 products, over channels and taps or over the positions of one image, are
+split as in :func:`lns_ops.functional.matmul`.
 
 With ``accumulation="float32"`` the same terms are added in linear arithmetic, in an order that
 torch's convolutions choose (:mod:`lns_ops.functional.float32_convolution`).
 
-Columns are made for some images at a time, so they take a few megabytes whatever the batch; results
-do not depend on it. The columns are the vector operand of the product and the weights the scalar
-one: weights are few, positions many.
+Columns are computed for a few images at a time, so they take a few megabytes for any batch size;
+results do not depend on it. The columns are the vector operand of the product and the weights the
+scalar one, because there are few weights and many positions.
 
 Shape suffixes: N images, G groups, C channels of a group, O outputs of a group, K = C times the
 taps, P positions.
@@ -55,7 +55,7 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
 
 _COLUMNS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""The number of elements, about, of the columns made at a time."""
+"""Approximate number of elements of the columns that are computed at a time."""
 
 
 class Geometry(NamedTuple):
@@ -74,15 +74,15 @@ class Geometry(NamedTuple):
         dilation: Sequence[int],
         groups: int = 1,
     ) -> Geometry:
-        """Return the geometry of ``dims`` dimensions.
+        """Return the geometry for ``dims`` dimensions.
 
-        Each sequence has ``dims`` numbers, or one for all.
+        Each sequence has ``dims`` numbers, or one for all dimensions.
         """
         every = [tuple(v) * dims if len(v) == 1 else tuple(v) for v in (stride, padding, dilation)]
         return Geometry(every[0], every[1], every[2], groups)
 
     def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> list[int]:
-        """Return the number of positions along each dimension for that kernel and input size."""
+        """Return the number of positions along each dimension for this input and kernel size."""
         ends = zip(size, kernel, self.stride, self.padding, self.dilation, strict=True)
         return [(s + 2 * p - d * (k - 1) - 1) // t + 1 for s, k, t, p, d in ends]
 
@@ -90,7 +90,7 @@ class Geometry(NamedTuple):
 def sliding_windows(
     x_NCS: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """Return a view ``[N, C, *kernel, *positions]`` of what each tap meets at each position."""
+    """Return a view ``[N, C, *kernel, *positions]`` with the input of each tap at each position."""
     given = (x_NCS.shape, x_NCS.stride(), tuple(kernel), tuple(stride), tuple(dilation))
     try:
         shape, strides = _cached_windows(*given)
@@ -165,13 +165,13 @@ def _forward(
 
 
 class _Phase(NamedTuple):
-    """The gradient of every so manieth position of an input, which the same taps reach.
+    """The gradient of every stride-th position of an input; all are reached by the same taps.
 
     Attributes:
         places: the positions, as an index of the input's gradient.
         taps: the taps that reach them, as an index of the weight, ascending along each dimension.
-        before, after: the zeros that the output's gradient is padded with.
-        kernel, steps: the number of taps, and how far apart they meet the padded gradient.
+        before, after: number of zeros with which the output's gradient is padded.
+        kernel, steps: the number of taps, and their distance in the padded gradient.
     """
 
     places: tuple[slice, ...]
@@ -187,8 +187,8 @@ def _phases_along(
 ) -> list[tuple[Any, ...]]:
     """Return the entries of :class:`_Phase` along one dimension of ``length`` outputs.
 
-    Tap ``taps[n]`` meets the gradient at ``start + j + step n`` for the j-th position; taps descend
-    so that what they meet ascends. Positions that no tap reaches are left out.
+    For the j-th position tap ``taps[n]`` reads the gradient at ``start + j + step n``. Taps
+    descend, so that these places ascend. Positions that no tap reaches are left out.
     """
     phases = []
     for first in range(min(stride, size)):
@@ -210,7 +210,7 @@ def _phases(
     size: tuple[int, ...], length: tuple[int, ...], kernel: tuple[int, ...],
     stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...],
 ) -> list[_Phase]:  # fmt: skip
-    """Return the phases of an input of that size: one for each residue of the stride."""
+    """Return the phases of an input of this size, one for each residue of the stride."""
     geometry = zip(size, length, kernel, stride, padding, dilation, strict=True)
     along = [_phases_along(*each) for each in geometry]
     return [_Phase(*zip(*each, strict=True)) for each in combinations(*along)]
@@ -255,7 +255,7 @@ def _weight_gradient(
         shape = (grad.shape[1], C, *kernel)
         wanted = Sums("weight gradient", grad, x, shape, stride, padding, dilation, groups)
         return float32_convolution(wanted, bits, fraction_bits)
-    # Channels last, so that the windows of a position are long runs of memory.
+    # Channels last, so that the windows of a position are contiguous in memory.
     last = zero_padded(x, padding, padding).movedim(1, -1).contiguous()
     windows = sliding_windows(last.movedim(-1, 1), kernel, stride, dilation)
     if windows.shape[2 + dims :] != grad.shape[2:]:
@@ -265,7 +265,7 @@ def _weight_gradient(
     taps, ops, fmt = math.prod(kernel), kernels_of(grad), cached_format(bits, fraction_bits)
 
     def sums(first: int, number: int, images: int) -> Tensor:
-        """Return a number of pieces, each of so many images: ``[number, G, O, taps C]``."""
+        """Return the sums of ``number`` pieces of ``images`` images: ``[number, G, O, taps C]``."""
         some = slice(first, first + number * images)
         columns = windows[some].permute(order).reshape(number, images * P, taps, groups, C)
         columns = columns.permute(0, 3, 1, 2, 4).reshape(number * groups, images * P, taps * C)
@@ -383,13 +383,13 @@ def convolution(
         weight: ``[G O, C, *kernel]``.
         geometry: stride, padding, dilation, groups.
         fmt: the format.
-        accumulation: how sums are taken, see :mod:`lns_ops.functional.accumulation`.
+        accumulation: how sums are computed, see :mod:`lns_ops.functional.accumulation`.
 
     Returns:
         ``[N, G O, *positions]``.
 
     Raises:
-        ValueError: shapes that do not fit, a kernel larger than the padded input, or no such
+        ValueError: shapes that do not match, a kernel larger than the padded input, or an unknown
             accumulation.
     """
     _checked(x, weight, geometry, outputs=False)
@@ -413,12 +413,12 @@ def input_gradient(
     *,
     accumulation: str = "contract",
 ) -> Tensor:
-    """Return the gradient of :func:`convolution` to its input of spatial ``size``.
+    """Return the gradient of :func:`convolution` for its input of spatial ``size``.
 
     As a function of ``grad`` it is the transposed convolution.
 
     Raises:
-        ValueError: shapes that do not fit, or no such accumulation.
+        ValueError: shapes that do not match, or an unknown accumulation.
     """
     _checked(grad, weight, geometry, outputs=True)
     return operators_for(grad).convolution_input(  # type: ignore[no-any-return]
@@ -441,7 +441,7 @@ def weight_gradient(
     *,
     accumulation: str = "contract",
 ) -> Tensor:
-    """Return the gradient of :func:`convolution` to its weight of kernel size ``kernel``."""
+    """Return the gradient of :func:`convolution` for its weight of kernel size ``kernel``."""
     return operators_for(grad).convolution_weight(  # type: ignore[no-any-return]
         grad,
         x,

@@ -1,10 +1,10 @@
-"""The update directions of composed optimizers, in one pass on a CPU; same bits as composed.
+"""The update directions of composed optimizers in one pass on a CPU, with the same bits.
 
-Elsewhere, and where an optimizer's options ask for more, the operations run one by one
-(:mod:`lns_ops.optim.backends`): they are the definition, and the tests compare both.
+On other devices, and with options that the kernels do not support, the operations run one by one
+(:mod:`lns_ops.optim.backends`). These are the definition, and the tests compare both.
 
-Tensors are int16 codes on a CPU, contiguous and of one shape; scalars are codes. Results are new
-tensors; state changes in place.
+Tensors are int16 codes on a CPU, contiguous and with the same shape; scalars are codes. Results are
+new tensors; state changes in place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _tables(fmt: LNSFormat) -> tuple[Any, ...]:
 def nesterov(
     weight: Tensor, grad: Tensor, buffer: Tensor, momentum: int, decay: int, fmt: LNSFormat
 ) -> Tensor:
-    """Return Nesterov's ``g + momentum buffer``; move the buffer.
+    """Update the buffer and return Nesterov's direction ``g + momentum buffer``.
 
     ``g = grad + decay weight``, ``buffer = momentum buffer + g``.
     """
@@ -67,7 +67,7 @@ def lion(
 ) -> Tensor:
     """Return Lion's ``sign(a average + b grad) + decay weight`` with ``direction = (a, b)``.
 
-    Then ``average = c average + d grad`` with ``kept = (c, d)``.
+    Then ``average = c average + d grad`` with ``kept = (c, d)``, in place.
     """
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     arrays = _flat(weight, grad, average, out)
@@ -82,13 +82,12 @@ def normed(
     weight: Tensor, grad: Tensor, root: Tensor, residue: Tensor, squares: DecayTable, decay: int,
     eps: int, fmt: LNSFormat, *, factor: int | None = None, bound: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``(g / (root + eps)) factor``, at most ``bound`` in magnitude.
-
-    ``g = grad + decay weight``; the root follows it first, in place.
+    """Update the root with ``g = grad + decay weight`` and return ``(g / (root + eps)) factor``,
+    at most ``bound`` in magnitude.
 
     Args:
-        root, residue: as :func:`lns_ops.optim.moments.follow_` takes them.
-        squares: how the root follows ``g``.
+        root, residue: as for :func:`lns_ops.optim.moments.follow_`.
+        squares: the table by which the root follows ``g``.
     """
     out = torch.empty_like(grad, memory_format=torch.contiguous_format)
     table, *constants = _tables(fmt)
@@ -113,11 +112,11 @@ def multiply(
 ) -> None:
     """Compute ``weight *= 2^(-sign(weight) octaves(x))`` in place.
 
-    :func:`lns_ops.optim.moments.multiply_` is the definition.
+    The definition is :func:`lns_ops.optim.moments.multiply_`.
 
     Args:
-        table: the octaves of every word of ``fmt.bits`` bits, int64 in 2^-16 ulps.
-        limit: a code that no magnitude exceeds.
+        table: the octaves for each of the 2^bits words, int64 in 2^-16 ulps.
+        limit: a code, the largest magnitude allowed.
     """
     n = weight.numel()
     bits = (

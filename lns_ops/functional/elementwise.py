@@ -1,6 +1,6 @@
 """Elementwise operations on codes: encoding, decoding, arithmetic, signs and comparisons.
 
-Sign, magnitude and order can be read off a code, so ``neg``, ``absolute``, ``relu`` and the
+Sign, magnitude and order can be read from a code, so ``neg``, ``absolute``, ``relu`` and the
 comparisons are plain torch operations, which run on any device.
 """
 
@@ -30,10 +30,10 @@ from lns_ops.spec.format import LNSFormat, logarithm
 
 
 def broadcast_shape(x: torch.Size, y: torch.Size) -> Sequence[int]:
-    """Return the shape to which two shapes broadcast, of traced sizes too.
+    """Return the shape to which two shapes broadcast, also for traced sizes.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the shapes do not broadcast.
     """
     try:
         shape: Sequence[int] = arrays.broadcast_shape(x, y)
@@ -43,9 +43,9 @@ def broadcast_shape(x: torch.Size, y: torch.Size) -> Sequence[int]:
 
 
 def whole(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``x`` broadcast to ``shape`` and contiguous, as kernels want it.
+    """Return ``x`` broadcast to ``shape`` and contiguous, as kernels need it.
 
-    Repeating runs is several times faster than torch's copy.
+    Repeating contiguous runs is several times faster than torch's copy.
     """
     if x.shape == shape:
         return x
@@ -64,7 +64,7 @@ def _binary(name: str) -> None:
     def on_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
         if x.shape != y.shape:
             shape = arrays.broadcast_shape(x.shape, y.shape)
-            if math.prod(shape) > small.ELEMENTS:  # others broadcast as they go
+            if math.prod(shape) > small.ELEMENTS:  # smaller ones are broadcast by the kernel
                 x, y = whole(x, shape), whole(y, shape)
         return torch.from_numpy(
             kernel(
@@ -76,8 +76,8 @@ def _binary(name: str) -> None:
         name,
         f"(Tensor x, Tensor y, {FORMAT}) -> Tensor",
         on_cpu,
-        # A number's code is on the CPU, whatever the other operand is on; and as a constant, whose
-        # new_empty would be a constant as well.
+        # A number's code is always on the CPU. In traced code it may be a constant, whose new_empty
+        # would be a constant as well.
         lambda x, y, bits, fraction_bits: torch.empty(
             broadcast_shape(x.shape, y.shape),
             dtype=x.dtype,
@@ -89,12 +89,12 @@ def _binary(name: str) -> None:
 def values_of(x: Tensor) -> NDArray[Any]:
     """Return the values of ``x``, sharing memory.
 
-    ``x.numpy()`` pins memory that FSDP frees later; the other way takes 3 microseconds more. There
-    is no FSDP without a process group, and optimizers of torch load its module.
+    ``x.numpy()`` pins memory that FSDP frees later; the alternative takes 3 microseconds more.
+    torch's optimizers import FSDP's module, but it is used only with a process group.
     """
     if "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized():
         return np.from_dlpack(x.detach())
-    return x.numpy() if not x.requires_grad else x.detach().numpy()  # as in an exported program
+    return x.numpy() if not x.requires_grad else x.detach().numpy()  # the latter: torch.export
 
 
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -139,16 +139,21 @@ define_operator(
 
 
 def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return the int16 codes nearest to ``x`` in logarithm, in its shape.
+    """Return the int16 codes nearest to ``x`` in logarithm, with the same shape.
+
+    >>> from lns_ops import lns12
+    >>> codes = encode(torch.tensor([1.0, -3.0]), lns12)
+    >>> codes, decode(codes, lns12)
+    (tensor([1024, -923], dtype=torch.int16), tensor([ 1.0000, -2.9858]))
 
     Raises:
-        ValueError: ``x`` is complex or a DTensor, or holds a NaN or an infinity
+        ValueError: ``x`` is complex or a DTensor, or contains a NaN or an infinity
             (``NonFiniteError``).
     """
     refuse_distributed(x)
     if x.is_complex():
         raise ValueError(
-            f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag apart"
+            f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag separately"
         )
     return operators_for(x).encode(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
@@ -164,7 +169,7 @@ def number_code(value: float, fmt: LNSFormat) -> int:
 
 
 def encode_number(value: float, fmt: LNSFormat) -> Tensor:
-    """Return the code of a Python number: 0-dim, on the CPU, as operations on any device take it.
+    """Return the code of a Python number: a 0-dim CPU tensor, accepted by operations on any device.
 
     Raises:
         ValueError: a NaN or an infinity (``NonFiniteError``).
@@ -174,14 +179,14 @@ def encode_number(value: float, fmt: LNSFormat) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def logarithm_beyond(value: float, fmt: LNSFormat) -> int:
-    """Return the logarithm, in ulps, of the magnitude of a Python number above the range; else 0.
+    """Return the logarithm, in ulps, of the magnitude of a Python number above the range, else 0.
 
-    A number within the range has a code (:func:`number_code`), one below it is zero.
+    Numbers within the range have a code (:func:`number_code`); smaller ones are zero.
 
     Raises:
         ValueError: a NaN or an infinity (``NonFiniteError``).
     """
-    number_code(value, fmt)  # refuses what is not finite
+    number_code(value, fmt)  # raises if not finite
     log = logarithm(abs(value), fmt.fraction_bits) if value else 0
     return log if log > fmt.max_log else 0
 
@@ -189,7 +194,7 @@ def logarithm_beyond(value: float, fmt: LNSFormat) -> int:
 def shifted(x: Tensor, shift: int, fmt: LNSFormat) -> Tensor:
     """Return ``x`` with ``shift`` ulps added to the logarithms: a factor that may have no code.
 
-    The result saturates and underflows as that of :func:`mul` does.
+    The result saturates and underflows as in :func:`mul`.
     """
     field = (x & fmt.field_mask).int()
     moved = (field + shift).clamp(max=fmt.field_mask)
@@ -198,14 +203,14 @@ def shifted(x: Tensor, shift: int, fmt: LNSFormat) -> Tensor:
 
 
 def square(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return the squares of codes in the format that holds them, ``fmt.of_squares``."""
+    """Return the squares of codes, in ``fmt.of_squares``."""
     if fmt.of_squares == fmt:
         return mul(x, x, fmt)
     return (x & fmt.field_mask) << 1
 
 
 def within(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return codes of ``fmt.of_squares``, none of them negative, as ``fmt`` holds them.
+    """Convert nonnegative codes of ``fmt.of_squares`` to ``fmt``.
 
     They saturate above its range and are zero below it.
     """
@@ -216,7 +221,7 @@ def within(x: Tensor, fmt: LNSFormat) -> Tensor:
 def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of int16 ``codes``.
 
-    float32 and float64 hold every code exactly enough to encode back to it.
+    With float32 and float64 every value encodes back to its code.
     """
     result: Tensor = operators_for(codes).decode(codes, fmt.bits, fmt.fraction_bits, dtype)
     return result
@@ -233,12 +238,12 @@ def sub(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def mul(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return ``x y``: logarithms add; exact within the range."""
+    """Return ``x y``: logarithms add; exact except for saturation and underflow."""
     return operators_for(x, y).mul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def div(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return ``x / y``: logarithms subtract; exact within the range.
+    """Return ``x / y``: logarithms subtract; exact except for saturation and underflow.
 
     Raises:
         ValueError: a divisor is zero.
@@ -256,10 +261,10 @@ def sqrt(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def select(condition: Tensor, x: Tensor | int, y: Tensor | int) -> Tensor:
-    """Return ``x`` where ``condition`` (boolean) holds, else ``y``; int16 codes, or 0.
+    """Return ``x`` where ``condition`` (boolean) is true, else ``y``; int16 codes, or 0.
 
-    On a CPU it takes bit operations, 0.4 ns a value; torch's own selection takes 4 when the
-    condition is as good as random.
+    On a CPU it uses bit operations, 0.4 ns a value; torch's own selection takes 4 ns a value if the
+    condition is unpredictable.
     """
     if condition.is_cuda:
         return torch.where(condition, x, y).to(torch.int16)
@@ -272,7 +277,7 @@ def select(condition: Tensor, x: Tensor | int, y: Tensor | int) -> Tensor:
 
 def neg(x: Tensor, fmt: LNSFormat) -> Tensor:
     """Return ``-x``, exact: flip the sign bits of nonzero codes."""
-    nonzero = (x | -x) >> 15  # all bits, or none
+    nonzero = (x | -x) >> 15  # all bits set, or none
     return x ^ (nonzero & fmt.sign_mask)
 
 
@@ -288,12 +293,12 @@ def sign(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def relu(x: Tensor) -> Tensor:
-    """Return ``max(x, 0)``: negative codes are the negative values."""
+    """Return ``max(x, 0)``: a code is negative exactly if its value is."""
     return x.clamp_min(0)
 
 
 def order_key(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return int16 keys that compare as the values do: the field, negated for negative values."""
+    """Return int16 keys in the order of the values: the field, negated for negative values."""
     negative = x >> 15
     return ((x & fmt.field_mask) ^ negative) - negative
 

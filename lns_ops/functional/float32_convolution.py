@@ -1,10 +1,11 @@
-"""Convolutions of codes with float32 sums; :mod:`lns_ops.functional.accumulation` says what they
-guarantee.
+"""Convolutions of codes with float32 sums; :mod:`lns_ops.functional.accumulation` has the error
+bounds.
 
-Decode, convolve, encode, without columns: torch's own convolution (oneDNN, cuDNN) takes the sums.
-On a GPU one kernel decodes both operands into float32 that tf32 carries (f <= 9; bfloat16 is of no
-use here, as cuDNN would round the sums to it), cuDNN convolves by deterministic algorithms, and one
-kernel encodes the sums and takes those again that left float32.
+Codes are decoded, convolved and encoded, without columns: torch's own convolution (oneDNN, cuDNN)
+computes the sums. On a GPU one kernel decodes both operands into float32 values that tf32 can
+represent (f <= 9; with bfloat16, cuDNN would round the sums to it). cuDNN convolves with
+deterministic algorithms. Then one kernel encodes the sums, and recomputes those outside float32's
+range.
 
 :class:`Sums` describes one of three convolution sums (output, input gradient, weight gradient);
 :mod:`lns_ops.functional.convolution` has the shapes.
@@ -37,7 +38,7 @@ _KINDS = ("output", "input gradient", "weight gradient")
 
 
 class Sums(NamedTuple):
-    """What is summed: a kind, the operands' codes, the result's shape and the geometry.
+    """The sums of a convolution: their kind, the operands' codes, the result's shape, the geometry.
 
     The operands are image and weight, or gradient and weight, or gradient and image.
     """
@@ -58,7 +59,7 @@ class Sums(NamedTuple):
         geometry = (self.stride, self.padding, self.dilation, False, none, self.groups)
         if self.kind == "output":
             return convolved(left, right, None, *geometry)
-        wanted = left.new_empty(1).expand(self.shape)  # of which torch reads the shape
+        wanted = left.new_empty(1).expand(self.shape)  # torch only reads its shape
         operands, place = ((wanted, right), 0) if "input" in self.kind else ((right, wanted), 1)
         mask = [place == 0, place == 1, False]
         found = aten.convolution_backward.default(left, *operands, None, *geometry, mask)
@@ -86,7 +87,7 @@ def convolution_cpu(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
 
 @contextmanager
 def _deterministic(kind: str) -> Iterator[None]:
-    """Make cuDNN multiply as ``kind`` says, and the same bits every time."""
+    """Make cuDNN multiply in the precision ``kind``, with deterministic algorithms."""
     cudnn = torch.backends.cudnn
     precision = "tf32" if kind == "tf32" else "ieee"
     with float32_precision(cudnn.conv, precision):  # type: ignore[attr-defined]
@@ -99,7 +100,7 @@ def _deterministic(kind: str) -> Iterator[None]:
 
 
 def _sizes(sums: Sums) -> list[int]:
-    """Return what ``Convolution`` of ``float32.cu`` holds behind its pointers."""
+    """Return the integers of ``Convolution`` in ``float32.cu``, which follow its pointers."""
     left, right, shape = sums.left.shape, sums.right.shape, sums.shape
     image, weight, output = {
         "output": (left, right, shape),
@@ -117,7 +118,7 @@ def _sizes(sums: Sums) -> list[int]:
 
 
 def convolution_cuda(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
-    """Return the codes of the sums; two launches beside cuDNN's."""
+    """Return the codes of the sums; it takes two launches in addition to cuDNN's."""
     sums = sums._replace(left=sums.left.contiguous(), right=sums.right.contiguous())
     kind = _multiplied(fraction_bits)
     left, right = decoded_operands(sums.left, sums.right, bits, fraction_bits, kind)
@@ -133,7 +134,7 @@ def _multiplied(fraction_bits: int) -> str:
 
 
 def _encoded(values: Tensor, sums: Sums, bits: int, fraction_bits: int) -> Tensor:
-    """Return the codes of float32 sums on a GPU, those that left float32 taken again."""
+    """Return the codes of float32 sums on a GPU, recomputing those outside float32's range."""
     out, device = torch.empty_like(values, dtype=torch.int16), values.get_device()
     tables = runtime.device_tables(fraction_bits, device)
     kernel = float32_kernel("encode_convolution", bits, fraction_bits, device)
@@ -150,9 +151,9 @@ def gradients(
     grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], groups: int, bits: int, fraction_bits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the codes of the gradients of input and weight, for which codes are decoded once.
+    """Return the codes of the gradients of input and weight; the operands are decoded only once.
 
-    They are the bits of :func:`convolution` of either.
+    The bits are the same as with :func:`convolution` for each gradient.
     """
     grad, x, weight = (codes.contiguous() for codes in (grad, x, weight))
     geometry = (stride, padding, dilation, groups)
@@ -195,7 +196,7 @@ def _codes_of(values: Tensor, sums: Sums, bits: int, fraction_bits: int) -> Tens
 
 
 def convolution(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
-    """Return the codes of the sums, int16 of the sums' shape."""
+    """Return the codes of the sums, int16 with the sums' shape."""
     if math.prod(sums.shape) == 0 or 0 in (sums.left.numel(), sums.right.numel()):
         return sums.left.new_zeros(list(sums.shape))
     return (convolution_cuda if sums.left.is_cuda else convolution_cpu)(sums, bits, fraction_bits)

@@ -1,11 +1,10 @@
-"""Matrix products of codes with float32 sums; :mod:`lns_ops.functional.accumulation` says what they
-guarantee.
+"""Matrix products of codes with float32 sums; :mod:`lns_ops.functional.accumulation` has the error
+bounds.
 
-Decode, multiply, encode. Operands are decoded in the order in which they lie in memory and handed
-over as the view that they were, so that a transposed one costs nothing. On a GPU one kernel decodes
-both operands, straight into the narrowest type that carries every code so that it encodes back to
-itself; cuBLAS multiplies through torch with float32 results; one kernel encodes them and takes sums
-that left float32 again.
+Codes are decoded, multiplied and encoded. Operands are decoded in memory order and passed on with
+their strides, so a transposed operand costs nothing. On a GPU one kernel decodes both operands into
+the narrowest type in which every value encodes back to its code. cuBLAS multiplies through torch
+with float32 results. Then one kernel encodes them, and recomputes sums outside float32's range.
 
 Shape suffixes: M, K, N of a product; B a batch, which may be absent.
 """

@@ -1,12 +1,12 @@
-"""Operations on codes that go by an index: table look-ups, and sums of terms with one destination.
+"""Operations on codes with an index: table look-ups, and sums of terms with the same destination.
 
-The tables are those of :mod:`lns_ops.spec.unary_functions`.
+The tables come from :mod:`lns_ops.spec.unary_functions`.
 
-``index_sum`` is what the gradients of gathers are made of (embedding, indexing, pooling), and it is
-deterministic on every device: the terms of a destination are added in ascending order of their
-position, as :func:`lns_ops.functional.sum` adds them, never by atomics. In formats of up to four
-fraction bits, where 64 equal terms stick at a part of their sum, more than 16 terms are added as
-integers, which has one result in any order.
+``index_sum`` computes the gradients of gathers (embedding, indexing, pooling). It is deterministic
+on every device: the terms of a destination are added in ascending order of their position, as
+:func:`lns_ops.functional.sum` adds them, without atomics. In formats of up to four fraction bits a
+sum of 64 equal terms sticks; there, sums of more than 16 terms are added as integers, with the same
+result in any order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _lookup_cpu(
     ):
         raise ValueError(
             f"{function}{tuple(parameters) or ''} of a number for which it has no finite real"
-            " value: LNS has neither infinity nor NaN; clamp or mask the input first"
+            " value: LNS has no infinity or NaN; clamp or mask the input first"
         )
     return torch.from_numpy(out)
 
@@ -90,12 +90,17 @@ define_operator(
 
 
 def lookup(x: Tensor, function: str, fmt: LNSFormat, *parameters: float) -> Tensor:
-    """Return ``function(x, *parameters)`` of int16 codes of any shape, rounded once.
+    """Return ``function(x, *parameters)`` for int16 codes of any shape, rounded once.
 
-    :mod:`lns_ops.spec.unary_functions` has the functions.
+    >>> from lns_ops import functional, lns12
+    >>> x = functional.encode(torch.tensor([0.0, 1.0]), lns12)
+    >>> functional.decode(lookup(x, "exp", lns12), lns12)
+    tensor([1.0000, 2.7085])
+
+    :mod:`lns_ops.spec.unary_functions` lists the functions.
 
     Raises:
-        ValueError: no such function, or (on a CPU) an argument for which it has no finite real
+        ValueError: unknown function, or (on a CPU) an argument for which it has no finite real
             value.
     """
     given, name = [float(p) for p in parameters], (fmt.bits, fmt.fraction_bits)
@@ -106,8 +111,7 @@ def power(x: Tensor, exponent: float, fmt: LNSFormat) -> Tensor:
     """Return ``x^exponent``: the logarithm times the exponent, rounded half to even.
 
     Raises:
-        ValueError: (on a CPU) zero to a negative power, or a negative number to one that is no
-            integer.
+        ValueError: (on a CPU) zero to a negative power, or a negative number to a fractional power.
     """
     return lookup(x, "power", fmt, exponent)
 
@@ -115,15 +119,15 @@ def power(x: Tensor, exponent: float, fmt: LNSFormat) -> Tensor:
 def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
     """Return ``out[r] = sum of x[i] over the i with index[i] = r``.
 
-    The sum goes by ascending i in the order of :func:`lns_ops.functional.sum`, so that more than
-    ``LONG_SUM = 4096`` terms of one destination are cut into pieces of 4096; an empty sum is zero.
-    In formats of up to four fraction bits a sum of more than 16 terms is exact, and rounded once:
-    :func:`lns_ops.reference.sum_by_index` is the specification.
+    The terms are added by ascending i, as in :func:`lns_ops.functional.sum`, so more than
+    ``LONG_SUM = 4096`` terms of one destination are split into pieces of 4096; an empty sum is
+    zero. In formats of up to four fraction bits a sum of more than 16 terms is exact, and rounded
+    once. :func:`lns_ops.reference.sum_by_index` is the specification.
 
     Args:
         x: int16 codes ``[n, ...]``.
-        index: int64 ``[n]``, each in 0 .. rows - 1 (others are left out).
-        rows: the number of destinations.
+        index: int64 ``[n]``; terms with an index outside 0 .. rows - 1 are ignored.
+        rows: number of destinations.
         fmt: the format.
 
     Returns:
@@ -134,8 +138,8 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
     """
     if index.numel() != x.shape[0]:
         raise ValueError(
-            f"index of {index.numel()} for {x.shape[0]} rows of x: must be as many; give one index"
-            " for each row"
+            f"index of {index.numel()} for {x.shape[0]} rows of x: the numbers must be equal; give"
+            " one index for each row"
         )
     exact = fmt.fraction_bits <= COARSE_BITS and x.shape[0] > FEW_TERMS
     ordered, order = torch.sort(index.reshape(-1), stable=True)
@@ -143,7 +147,7 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
     terms = x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1)
     ops, counts = operators_for(terms), starts.diff()[:, None]
     given = index.reshape(-1), order, starts
-    longest = x.shape[0]  # that a destination could have: which one has how many is data
+    longest = x.shape[0]  # upper bound for a destination's terms; their number depends on data
     while longest > LONG_SUM:
         bounds, starts = _pieces(starts, terms.shape[0])
         terms = ops.segment_sum(terms, order, bounds, fmt.bits, fmt.fraction_bits)
@@ -164,10 +168,10 @@ def _units(fraction_bits: int) -> NDArray[np.int64]:
 def _with_exact_sums(
     sums: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor], counts: Tensor, fmt: LNSFormat
 ) -> Tensor:
-    """Return sums by index, those of many terms :func:`lns_ops.reference.exact_sum`.
+    """Replace sums by index of many terms by :func:`lns_ops.reference.exact_sum`.
 
-    ``given`` are the terms ``[n, width]``, their index, the order in which that ascends, and where
-    each destination's terms start in it. On a CPU only sums of many terms are taken twice.
+    ``given`` are the terms ``[n, width]``, their index, the order that sorts the index, and the
+    start of each destination's terms in it. On a CPU only sums of many terms are computed twice.
     """
     x, index, order, starts = given
     many = counts > FEW_TERMS
@@ -188,7 +192,7 @@ def _with_exact_sums(
 
 
 def _exact(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """Return exact sums by index as the kernel :func:`segment_sum.exact_sums` does, of all rows."""
+    """Return exact sums by index of all rows, as the kernel :func:`segment_sum.exact_sums` does."""
     f, at = fmt.fraction_bits, torch.where((index < 0) | (index >= rows), rows, index)
     field, shape = x & fmt.field_mask, (rows + 1, x.shape[1])
     log = field.long() - fmt.bias
@@ -213,11 +217,11 @@ def _rounded(total: Tensor, highest: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def _pieces(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the bounds of the pieces that segments are cut into, and of each segment's pieces.
+    """Return the bounds of the pieces into which segments are split, and of each segment's pieces.
 
-    A segment's pieces have ``LONG_SUM`` terms, the last one at most so many. As the number of
-    pieces must not depend on data, there are as many as segments of ``count`` terms in all can
-    have; those too many are empty and come last.
+    A piece has ``LONG_SUM`` terms, the last one of a segment may have fewer. The number of pieces
+    must not depend on data, so it is the maximum that segments of ``count`` terms in total can
+    have; surplus pieces are empty and come last.
     """
     firsts = pad((starts.diff() + (LONG_SUM - 1)).div(LONG_SUM, rounding_mode="floor"), (1, 0))
     firsts = firsts.cumsum(0)

@@ -1,9 +1,8 @@
 """Maxima over windows of images as a custom operator: values and places, exact.
 
-Of equal values the first counts.
-
-On a CPU a kernel of its own (:mod:`lns_ops.cpu.kernels.max_pool`); on a GPU torch's kernel for
-float32, which holds the order keys exactly.
+If values are equal, the first one counts. On a CPU a compiled kernel is used
+(:mod:`lns_ops.cpu.kernels.max_pool`); on a GPU torch's float32 kernel, because float32 represents
+the order keys exactly.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from lns_ops.spec.format import LNSFormat
 _WINDOWS = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 _MOST_TAPS = 1 << 16
 _WIDEST = 1 << 12
-"""Values of a padded row, of which the kernel keeps eight bytes each on its thread's stack."""
+"""Maximum number of values of a padded row; the kernel keeps eight bytes for each on the stack."""
 
 
 def _places(x: Tensor, window: Any) -> Tensor:
     """Return torch's own indices of the maxima of float32 values.
 
-    Of a tensor without values they have the shape alone.
+    For an empty tensor only the shape is meaningful.
     """
     indices: Tensor = torch.ops.aten.max_pool2d_with_indices(x, *window)[1]
     return indices
@@ -68,8 +67,8 @@ def _on_cpu(
     if empty:
         raise ValueError(
             f"max pooling of {x.shape[-2]} x {x.shape[-1]} values with kernel {kernel}, padding"
-            f" {padding}, dilation {dilation}: a window lies in the padding alone, whose maximum is"
-            " -infinity; use less padding or dilation"
+            f" {padding}, dilation {dilation}: a window is entirely in the padding, so its maximum"
+            " is -infinity; use less padding or dilation"
         )
     return torch.from_numpy(out), torch.from_numpy(indices)
 
@@ -103,12 +102,12 @@ def max_pool2d(
     Args:
         x: int16 codes ``[..., H, W]`` of three or four dimensions.
         kernel, stride, padding, dilation: two numbers each, as torch's.
-        ceil_mode: whether windows may begin within the last stride.
+        ceil_mode: whether windows may start within the last stride.
         fmt: the format.
 
     Raises:
-        RuntimeError: torch's, of arguments that do not fit.
-        ValueError: (on a CPU) a dilated window has no value at all, only padding.
+        RuntimeError: from torch, for arguments that do not match.
+        ValueError: (on a CPU) a window contains only padding.
     """
     geometry = (kernel, stride, padding, dilation, ceil_mode)
     kernels = operators_for(x)

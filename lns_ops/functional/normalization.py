@@ -1,15 +1,17 @@
-"""Normalizations and their gradients, each one operator; the equations, over ``n`` values::
+"""Normalizations and their gradients, each as one operator. The equations, over ``n`` values::
 
     d = c(x)        v = sum(d^2) / n        s = (v + eps)^(-1/2)        y = d s
     e = c(grad weight)                      dx = s (e - y sum(e y) / n)
 
-where ``c`` subtracts the mean (and nothing where it is not centred), twice: a mean is rounded, and
-of data whose mean is 100 times their deviation the first difference keeps a half of a deviation in
-lns16, as their own mean, which the second takes away. ``y weight + bias`` lies behind it.
-Every step rounds to the format, as the operations of :mod:`lns_ops.functional` that it is made of;
-``v`` and ``eps`` to that of squares (:attr:`lns_ops.LNSFormat.of_squares`), of which ``eps`` is at
-least the smallest magnitude. ``s`` is at least the format's own. On a GPU all of it is one kernel
-where :mod:`lns_ops.cuda.normalization` can cut it so, else the elementwise part is one.
+where ``c`` subtracts the mean twice (or does nothing if it is not centred). A mean is rounded: for
+data whose mean is 100 times their deviation, the first difference still has a mean of half a
+deviation in lns16, which the second subtraction removes. ``y weight + bias`` is computed last.
+
+Every step rounds to the format, like the operations of :mod:`lns_ops.functional` of which it is
+composed; ``v`` and ``eps`` are rounded to the format of squares
+(:attr:`lns_ops.LNSFormat.of_squares`), where ``eps`` is at least the smallest magnitude. ``s`` is
+at least the smallest magnitude of the format itself. On a GPU everything is one kernel if
+:mod:`lns_ops.cuda.normalization` supports the shape, otherwise the elementwise part is one kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def _elementwise(
     x: Tensor, mean: Tensor | None, scale: Tensor, weight: Tensor | None, bias: Tensor | None,
     *fmt: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return ``y = (x - mean) scale`` and ``y weight + bias``; the latter empty without either."""
+    """Return ``y = (x - mean) scale``, and ``y weight + bias``, empty without weight and bias."""
     ops = kernels_of(x)
     y = ops.mul(x if mean is None else ops.sub(x, mean, *fmt), scale, *fmt)
     if weight is None and bias is None:
@@ -66,7 +68,7 @@ define_kernels("normalize_backward", _elementwise_backward, cuda.normalize_backw
 
 @lru_cache(maxsize=256)
 def stages(dims: tuple[int, ...], rank: int) -> list[list[int]]:
-    """Return what is averaged over in turn: the last dimensions first, then the others."""
+    """Return the dimensions to average over in turn: the last ones first, then the others."""
     trailing = [d for d in dims if set(range(d, rank)) <= set(dims)]
     rest = [d for d in dims if d not in trailing]
     return [stage for stage in (trailing, rest) if stage]
@@ -75,8 +77,8 @@ def stages(dims: tuple[int, ...], rank: int) -> list[list[int]]:
 def _mean(x: Tensor, y: Tensor | None, kind: str, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
     """Return means over the last dimensions first, then over the others.
 
-    They are means of means of equal numbers of values, without moving any. ``y`` and ``kind`` are
-    those of :func:`lns_ops.functional.reductions.reduced`.
+    They are means of means of equally many values, computed without moving values. ``y`` and
+    ``kind`` are as in :func:`lns_ops.functional.reductions.reduced`.
     """
     ops = kernels_of(x)
     for stage in stages(tuple(dims), x.dim()):
@@ -86,7 +88,7 @@ def _mean(x: Tensor, y: Tensor | None, kind: str, dims: Sequence[int], fmt: LNSF
 
 
 def centre(ops: Any, x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> tuple[Tensor, ...]:
-    """Return ``d = x - mean``, the mean, and the mean of d, which is what its rounding left."""
+    """Return ``d = x - mean``, the mean, and the mean of d, the rounding error of the mean."""
     mean = _mean(x, None, "plain", dims, fmt)
     d = ops.sub(x, mean, fmt.bits, fmt.fraction_bits)
     return d, mean, _mean(d, None, "plain", dims, fmt)
@@ -98,15 +100,15 @@ def _least(eps: float, fmt: LNSFormat) -> float:
 
 @lru_cache(maxsize=256)
 def _code_of(value: float, bits: int, fraction_bits: int) -> int:
-    """Return the code of a factor of the variance, or of what is added to it."""
+    """Return the code of a factor of the variance, or of a number that is added to it."""
     return number_code(value, cached_format(bits, fraction_bits).of_squares)
 
 
 def inverse_root(ops: Any, variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
-    """Return ``(variance + eps)^(-1/2)`` by ``ops``, torch's operators or the kernels of a device.
+    """Return ``(variance + eps)^(-1/2)``; ``ops`` are torch's operators or a device's kernels.
 
-    ``variance`` is in codes of the format of squares, the result in those of ``fmt``, at least its
-    smallest magnitude.
+    ``variance`` is in the format of squares, the result in ``fmt``, at least its smallest
+    magnitude.
     """
     squares = fmt.of_squares
     least = encode_number(_least(eps, fmt), squares)
@@ -124,7 +126,7 @@ def _normalization(
     if centred:
         x, mean, rest = centre(ops, x, dims, fmt)
     about: Tensor | None = rest if centred else None
-    if centred and not x.is_cuda:  # where a difference costs no launch, take it once
+    if centred and not x.is_cuda:  # a difference costs no launch, so compute it once
         x, about = ops.sub(x, rest, bits, fraction_bits), None
     variance = _mean(x, about, "squares", dims, fmt)
     scale = inverse_root(ops, variance, eps, fmt)
@@ -156,14 +158,14 @@ def _normalization_backward(
 
 
 def _cut(x: Tensor, dims: Sequence[int], fraction_bits: int) -> on_gpu.Cut | None:
-    """Return how a GPU's kernels take all of a normalization over ``dims``; None if they cannot."""
+    """Return how a GPU's kernels split a normalization over ``dims``; None if they cannot."""
     dims = tuple(sorted(dims))
     return on_gpu.cut_of(x.shape, dims, _lengths(x.shape, dims), fraction_bits, x.get_device())
 
 
 @lru_cache(maxsize=4096)
 def _lengths(shape: torch.Size, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of terms of each of the means that are taken in turn."""
+    """Return the numbers of terms of the means that are computed in turn."""
     return tuple(math.prod(shape[d] for d in stage) for stage in stages(dims, len(shape)))
 
 
@@ -211,14 +213,14 @@ def _normalization_backward_on_gpu(
 
 
 def _has_one_a_group(seen: Sequence[int], kept: Sequence[int]) -> bool:
-    """Tell whether a parameter, in the shape in which it meets ``x``, has an element a group."""
+    """Return whether a parameter, viewed in the shape ``seen``, has one element a group."""
     return (1,) * (len(kept) - len(seen)) + tuple(seen) == tuple(kept)
 
 
 def _summed(
     x: Tensor, y: Tensor | None, kind: str, parameter: Tensor, shape: Sequence[int], fmt: LNSFormat
 ) -> Tensor:
-    """Return sums over what a parameter, seen as ``shape``, was repeated along, in its shape."""
+    """Sum over the dimensions along which a parameter, viewed as ``shape``, was broadcast."""
     seen = parameter.reshape(shape).shape
     new = x.dim() - len(seen)
     dims = [d for d in range(x.dim()) if d < new or seen[d - new] == 1 != x.shape[d]]
@@ -312,10 +314,10 @@ define_operator(
 
 
 class Normalized(NamedTuple):
-    """What a normalization makes: ``y``, ``y weight + bias``, the statistics and ``s``.
+    """The results of a normalization: ``y``, ``y weight + bias``, the statistics and ``s``.
 
-    The mean is the sum of two codes, the second one what the rounding of the first has left; both
-    are empty where it is not centred.
+    The mean is the sum of two codes; the second one is the rounding error of the first. Both are
+    empty if the normalization is not centred.
     """
 
     y: Tensor
@@ -335,14 +337,14 @@ def normalization(
     The variance is in codes of ``fmt.of_squares``.
 
     Args:
-        weight, bias: of one shape, or absent; they meet ``x`` seen as ``shape``.
+        weight, bias: with the same shape, or absent; they broadcast to ``x``, viewed as ``shape``.
     """
     made = Normalized(
         *operators_for(x).normalization(
             x, weight, bias, shape, dims, eps, centred, fmt.bits, fmt.fraction_bits
         )
     )
-    # a copy, as backward needs ``y`` whatever is done to ``out`` in place
+    # a copy, because backward needs ``y`` even if ``out`` is changed in place
     return made._replace(out=made.y.clone()) if weight is None and bias is None else made
 
 
@@ -351,9 +353,9 @@ def normalization_backward(
     shape: Sequence[int], dims: Sequence[int], centred: bool, wanted: Sequence[bool],
     fmt: LNSFormat,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of ``x``, weight and bias; those that are not ``wanted`` are empty.
+    """Return the gradients of ``x``, weight and bias; gradients that are not ``wanted`` are empty.
 
-    ``y`` and ``scale`` are those of :func:`normalization`, as are the other arguments.
+    ``y`` and ``scale`` are results of :func:`normalization`; the other arguments are as there.
     """
     return operators_for(grad).normalization_backward(  # type: ignore[no-any-return]
         grad, y, scale, weight, bias, shape, dims, centred, wanted, fmt.bits, fmt.fraction_bits
@@ -364,10 +366,10 @@ def track_(
     averages: Sequence[Tensor | None], mean: Tensor, rest: Tensor, variance: Tensor,
     unbiased: float, momentum: float, fmt: LNSFormat,
 ) -> None:  # fmt: skip
-    """Update running averages, flat floats, by the codes of a batch's mean and variance.
+    """Update running averages (float tensors) from the codes of a batch's mean and variance.
 
-    ``average = (1 - momentum) average + momentum value``, of ``mean + rest`` and of the variance
-    (in codes of ``fmt.of_squares``) times ``unbiased``; one of the averages may be absent.
+    ``average = (1 - momentum) average + momentum value``. The values are ``mean + rest``, and the
+    variance (in codes of ``fmt.of_squares``) times ``unbiased``. One of the averages may be absent.
     """
     name = fmt.bits, fmt.fraction_bits
     operators_for(mean).track_(*averages, mean, rest, variance, unbiased, momentum, *name)

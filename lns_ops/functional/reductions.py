@@ -27,27 +27,27 @@ def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _terms(x: Tensor, y: Tensor | None, kind: str, fmt: LNSFormat) -> Tensor:
-    """Return what is summed, in the format of :func:`format_of`."""
+    """Return the terms of a sum, in the format of :func:`format_of`."""
     if kind == "squares":
         return square(x if y is None else sub(x, y, fmt), fmt)
     return x if y is None else mul(x, y, fmt)
 
 
 def format_of(kind: str, fmt: LNSFormat) -> LNSFormat:
-    """Return the format of terms and sums: squares have one of their own."""
+    """Return the format of terms and sums: squares have their own format."""
     return fmt.of_squares if kind == "squares" else fmt
 
 
 def _sum_flat(x: Tensor, dim: int, fmt: LNSFormat, shift: int) -> Tensor:
-    # terms beside each other: no need to turn the array around
+    # adjacent terms: the array need not be transposed
     if x.stride(dim) == 1 and not x.is_contiguous():
         x, dim = x.movedim(dim, -1), -1
     return torch.from_numpy(cpu.sum(x.contiguous().numpy(), dim, fmt, shift))
 
 
 class _Cut(NamedTuple):
-    """The sizes before, of and behind the terms of sums; and the shape of the sums, of one piece
-    each."""
+    """The sizes before, of and after the terms of sums; and the shape of the sums, if each sum is a
+    single piece."""
 
     sizes: tuple[int, int, int]
     kept: tuple[int, ...]
@@ -55,8 +55,8 @@ class _Cut(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _cut(shape: tuple[int, ...], dims: tuple[int, ...]) -> _Cut | None:
-    """Return how a contiguous tensor is cut for sums over ascending ``dims``; None where the terms
-    do not lie together, or are cut into pieces."""
+    """Return how to split a contiguous tensor for sums over ascending ``dims``. Returns None if the
+    terms are not adjacent, or if sums are split into pieces."""
     first, end = dims[0], dims[-1] + 1
     terms = math.prod(shape[first:end])
     if terms > LONG_SUM or end - first != len(dims):
@@ -140,13 +140,18 @@ def sum(
 ) -> Tensor:
     """Sum over ``dims``, taken together in row-major order, in the contract's blocks of 64.
 
-    More than ``LONG_SUM = 4096`` terms are cut into pieces of 4096, ascending, whose sums (codes of
-    the format) are summed in turn: 64 terms a block and 64 blocks a piece are where adding one by
-    one still keeps most of what is added. One sequence of the block totals of 131,072 ones would
-    stick at a tenth of them at f = 6. :func:`lns_ops.reference.long_sum` is the specification.
+    More than ``LONG_SUM = 4096`` terms are split into ascending pieces of 4096, whose sums (codes
+    of the format) are summed in the same way. Up to 64 terms a block and 64 blocks a piece,
+    sequential addition still keeps most of each term. A single sequence of the block totals of
+    131,072 ones would stick at a tenth of the sum at f = 6. :func:`lns_ops.reference.long_sum` is
+    the specification.
 
     Args:
-        times: sum the products with this tensor of the same shape, codes of the format, instead.
+        x: int16 codes.
+        dims: dimensions to sum over.
+        fmt: the format.
+        keepdim: keep summed dimensions with size 1.
+        times: if given, sum the products with this tensor, codes with the same shape and format.
     """
     kind = "plain" if times is None else "products"
     return reduced(operators_for(x), x, times, dims, kind, fmt, keepdim, False)
@@ -161,17 +166,17 @@ def mean(
     times: Tensor | None = None,
     about: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean: :func:`sum` divided by the encoded number of terms, unsaturated in between.
+    """Return the mean: :func:`sum` divided by the encoded number of terms, without saturating.
 
-    The sum of 1,000 times 100 leaves lns12, the mean does not.
+    For example the sum of 1,000 times 100 is beyond lns12, but the mean is not.
 
     Args:
-        times: as for :func:`sum`.
-        about: the mean of the squares of ``x - about`` instead, of a shape that broadcasts, in
-            codes of ``fmt.of_squares``.
+        x, dims, fmt, keepdim, times: as for :func:`sum`.
+        about: if given, return the mean of the squares of ``x - about`` in codes of
+            ``fmt.of_squares``; its shape broadcasts to ``x``.
 
     Raises:
-        ValueError: there are no terms.
+        ValueError: the number of terms is 0.
     """
     y = times if about is None else about
     kind = "squares" if about is not None else "plain" if times is None else "products"
@@ -179,12 +184,13 @@ def mean(
 
 
 class _Reduction(NamedTuple):
-    """How a sum or mean is taken.
+    """How a sum or mean is computed.
 
     Attributes:
-        dims: what is summed over, ascending.
-        shape: the result's.
-        shifts: ulps added to the logarithms of the sums of each pass; all but the last sum pieces.
+        dims: dimensions to sum over, ascending.
+        shape: shape of the result.
+        shifts: ulps added to the logarithms of the sums of each pass; all passes except the last
+            sum pieces.
     """
 
     dims: tuple[int, ...]
@@ -193,19 +199,19 @@ class _Reduction(NamedTuple):
 
 
 def is_long(terms: int) -> bool:
-    """Return whether so many terms are summed in pieces.
+    """Return whether a sum of ``terms`` terms is split into pieces.
 
     Raises:
-        ValueError: nobody knows while code is compiled, as their number depends on values.
+        ValueError: in compiled code, if the number of terms depends on values.
     """
     try:
         return bool(terms > LONG_SUM)
-    except RuntimeError as error:  # of a torch.SymInt
+    except RuntimeError as error:  # from a torch.SymInt
         raise ValueError(
-            f"a sum over {terms} terms in compiled code, where the values of a tensor say how many"
-            " (torch.bincount, nonzero, a mask, tolist): sums of more than 4,096 terms are cut, so"
-            " the number must be known; compile without fullgraph=True, or compute the sizes"
-            " outside of the compiled function and pass them as numbers"
+            f"a sum over {terms} terms in compiled code, where the number depends on a tensor's"
+            " values (torch.bincount, nonzero, a mask, tolist): sums of more than 4,096 terms are"
+            " split, so the number must be known; compile without fullgraph=True, or compute the"
+            " sizes outside the compiled function and pass them as numbers"
         ) from error
 
 
@@ -221,7 +227,7 @@ def _reduction(
     if average and reduced and terms == 0:
         raise ValueError("a mean of 0 values: LNS has no NaN; leave empty reductions out")
     scale, shifts = 1, []
-    while is_long(left):  # every piece of a mean is divided by 4096, exactly
+    while is_long(left):  # every piece of a mean is divided by 4096, which is exact
         shifts.append(-_LONG_SUM_OCTAVES << fraction_bits if average else 0)
         left, scale = -(-left // LONG_SUM), scale * LONG_SUM
     shifts.append(-logarithm(terms / scale, fraction_bits) if average and reduced else 0)
@@ -235,10 +241,10 @@ def reduced(
     ops: Any, x: Tensor, y: Tensor | None, dims: Sequence[int], kind: str, fmt: LNSFormat,
     keepdim: bool, average: bool,
 ) -> Tensor:  # fmt: skip
-    """Return a sum or mean by ``ops``, torch's operators or the kernels of a device.
+    """Return a sum or mean; ``ops`` are torch's operators or a device's kernels.
 
-    ``kind`` says which terms: ``plain``, ``products`` with y, or ``squares`` of what x is more than
-    y (if given); these and their sums or means are codes of ``fmt.of_squares``.
+    ``kind`` selects the terms: ``plain``, ``products`` with y, or ``squares`` of x (minus y, if
+    given). Terms, sums and means of squares are codes of ``fmt.of_squares``.
     """
     key = (x.shape, tuple(dims), keepdim, average, fmt.fraction_bits)
     try:
@@ -257,16 +263,18 @@ def reduced(
 def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
     """Return ``x_MK @ y_KN`` or ``x_BMK @ y_BKN``: exact products; transposed views cost nothing.
 
-    More than ``LONG_SUM = 4096`` products are summed as :func:`sum` sums that many terms: in pieces
-    of 4096, ascending, whose sums (codes of the format) are summed in turn;
-    :func:`lns_ops.reference.long_matmul` is the specification. Sums in float32 are not cut.
+    More than ``LONG_SUM = 4096`` products are summed as in :func:`sum`: in ascending pieces of
+    4096, whose sums (codes of the format) are summed in the same way;
+    :func:`lns_ops.reference.long_matmul` is the specification. Sums in float32 are not split.
 
     Args:
-        accumulation: how sums over k are taken: ``contract``, LNS additions in blocks of 64, or
+        x, y: int16 codes.
+        fmt: the format.
+        accumulation: how sums over k are computed: ``contract``, LNS additions in blocks of 64, or
             ``float32``; see :mod:`lns_ops.functional.accumulation`.
 
     Raises:
-        ValueError: the shapes do not fit, or no such accumulation.
+        ValueError: the shapes do not match, or an unknown accumulation.
     """
     if (
         x.dim() != y.dim()
@@ -285,7 +293,7 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
 
 
 def product(ops: Any, x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return :func:`matmul` by ``ops``, torch's operators or the kernels of a device."""
+    """Return :func:`matmul`; ``ops`` are torch's operators or a device's kernels."""
     if not is_long(x.shape[-1]):
         return ops.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
     cuts = zip(x.split(LONG_SUM, -1), y.split(LONG_SUM, -2), strict=True)
@@ -301,7 +309,7 @@ def linear(
     With ``contract`` it is one kernel on a GPU.
 
     Raises:
-        ValueError: the shapes do not fit, or no such accumulation.
+        ValueError: the shapes do not match, or an unknown accumulation.
     """
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[0] or bias.shape != y.shape[1:]:
         raise ValueError(
@@ -316,7 +324,7 @@ def linear(
 
 @lru_cache(maxsize=32)
 def _squares(fmt: LNSFormat) -> Tensor:
-    """Return the square of every field's value, float64."""
+    """Return the square of the value of every logarithm field, float64."""
     values = decode(
         torch.arange(fmt.field_mask + 1, dtype=torch.int32).to(torch.int16), fmt, torch.float64
     )
@@ -326,10 +334,8 @@ def _squares(fmt: LNSFormat) -> Tensor:
 def norm(x: Tensor, fmt: LNSFormat) -> Tensor:
     """Return the Euclidean norm, a float64 0-dim tensor.
 
-    It is the root of the sum of each magnitude's count times its square.
-
-    Counts are exact in any order, so the result depends on the order of nothing but one float64 sum
-    over the magnitudes of the format.
+    It is the root of the sum of each magnitude's count times its square. Counts are exact in any
+    order, so the result depends only on the order of one float64 sum over the format's magnitudes.
     """
     fields = (x & fmt.field_mask).reshape(-1)
     if x.is_cuda:

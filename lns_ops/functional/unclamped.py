@@ -1,9 +1,9 @@
-"""Products of many factors, their sums and quotients by counts, clamped once at the end.
+"""Products of many factors, sums of such products and quotients by counts, clamped only at the end.
 
-A product of LNS values is a sum of logarithms. Held in int32 it leaves no range, so
-``g a / (b b)`` has the code of its exact value wherever that has one, though ``a / b / b`` may
-underflow. All of it is plain torch on integers, so every device has the same bits; on a CPU one
-kernel takes products of up to three factors (:mod:`lns_ops.cpu.products`), with the same bits.
+A product of LNS values is a sum of logarithms. In int32 it cannot leave the range. So ``g a / (b
+b)`` gets the code of its exact value if it has one, even if ``a / b / b`` underflows. Everything is
+plain integer arithmetic in torch, so every device gives the same bits. On a CPU one kernel computes
+products of up to three factors (:mod:`lns_ops.cpu.products`), with the same bits.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lns_ops.functional.reductions import mean
 from lns_ops.spec.format import LNSFormat, logarithm
 
 _NOWHERE = -(1 << 26)
-"""A logarithm below those of all products."""
+"""A logarithm below the logarithms of all products."""
 _FURTHEST = 1 << 24
 """The largest magnitude of the logarithm of a power."""
 
 
 class Unclamped(NamedTuple):
-    """Values whose logarithms may lie beyond a format's range.
+    """Values whose logarithms may be outside a format's range.
 
     Attributes:
         logs: int32, in ulps.
-        signs: int16; all bits set where the value is negative, else none.
-        alive: int16; all bits set, or none where the value is zero.
+        signs: int16; all bits are set for a negative value, otherwise none.
+        alive: int16; all bits are set for a nonzero value, otherwise none.
     """
 
     logs: Tensor
@@ -57,15 +57,15 @@ def packed(x: Unclamped, fmt: LNSFormat) -> Tensor:
 
 
 def raised(codes: Tensor, power: float, fmt: LNSFormat) -> Unclamped:
-    """Return powers of codes; one that is no integer rounds the logarithm half to even.
+    """Return powers of codes; a fractional power rounds the logarithm half to even.
 
-    Of zero all powers but the zeroth are zero, and of a negative number ``|x|^power`` if the power
-    is no integer: callers refuse what has no value.
+    All powers of zero except the zeroth are zero, and a fractional power of a negative number is
+    ``|x|^power``: callers must reject powers without a value.
     """
     logs, signs, alive = unpacked(codes, fmt)
     if power == 1:
         return Unclamped(logs, signs, alive)
-    if power == round(power) and abs(power) <= 512:  # which leaves no logarithm beyond _FURTHEST
+    if power == round(power) and abs(power) <= 512:  # then no logarithm exceeds _FURTHEST
         logs = logs * int(power)
     else:
         logs = (logs.double() * power).round_().clamp_(-_FURTHEST, _FURTHEST).int()
@@ -89,12 +89,12 @@ def times(x: Unclamped, y: Unclamped) -> Unclamped:
 
 
 def log_of(number: float, fmt: LNSFormat) -> int:
-    """Return the logarithm of a number's magnitude, rounded as encoding rounds, of any size.
+    """Return the logarithm of a number's magnitude, of any size, rounded as in encoding.
 
     Raises:
         ValueError: the number is a NaN or an infinity (``NonFiniteError``).
     """
-    number_code(number, fmt)  # refuses what is not finite
+    number_code(number, fmt)  # raises if not finite
     return logarithm(abs(number), fmt.fraction_bits)
 
 
@@ -111,9 +111,9 @@ def _product(
     factors: Sequence[Tensor], powers: Sequence[float], shift: int, negative: bool, bits: int,
     fraction_bits: int,
 ) -> Unclamped:  # fmt: skip
-    """Return codes raised to powers, multiplied, broadcast: the definition in torch's operations.
+    """Return the product of codes raised to powers, broadcast: the definition in torch operations.
 
-    ``shift`` is added to the logarithms; if ``negative``, all signs turn.
+    ``shift`` is added to the logarithms; if ``negative``, all signs are flipped.
     """
     fmt = cached_format(bits, fraction_bits)
     made = [raised(codes, power, fmt) for codes, power in zip(factors, powers, strict=True)]
@@ -127,7 +127,7 @@ def _codes(*arguments: Any) -> Tensor:
 
 
 def _on_cpu(kernel: Any, otherwise: Any) -> Any:
-    """Return what calls a kernel, or for more factors than it takes, a function on tensors."""
+    """Return a function that calls a kernel, or ``otherwise`` if there are too many factors."""
 
     def call(
         factors: Sequence[Tensor], powers: Sequence[float], shift: int, negative: bool, bits: int,
@@ -165,7 +165,7 @@ define_operator(
 )  # fmt: skip
 
 Factors = Sequence[tuple[Tensor, float]]
-"""Codes, and the powers that they are raised to."""
+"""Codes and their exponents."""
 
 
 def _arguments(factors: Factors, fmt: LNSFormat, number: float, over: float) -> tuple[Any, ...]:
@@ -195,15 +195,15 @@ def product_parts(
 
 
 def roomiest(fmt: LNSFormat) -> LNSFormat:
-    """Return the format of the same ulp and the widest range."""
+    """Return the format with the same ulp and the widest range."""
     return LNSFormat(min(16, fmt.fraction_bits + 9), fmt.fraction_bits)
 
 
 def total(x: Unclamped, dims: Sequence[int], fmt: LNSFormat) -> Unclamped:
-    """Return sums over ``dims``, which stay as ones, in the contract's order.
+    """Return sums over ``dims``, which remain with size 1, in the contract's order.
 
-    A factor of all terms moves no bit of a sum. So each sum's largest term is put at the end of the
-    range of :func:`roomiest`, and the mean is taken, which is never beyond it.
+    A factor common to all terms changes no bit of a sum. So the largest term of each sum is moved
+    to the end of the range of :func:`roomiest`, and the mean is computed, which never exceeds it.
     """
     terms = math.prod(x.logs.shape[d] for d in dims)
     if not dims or not terms:
@@ -218,8 +218,8 @@ def total(x: Unclamped, dims: Sequence[int], fmt: LNSFormat) -> Unclamped:
 
 
 def over_counts(x: Unclamped, counts: Tensor, fmt: LNSFormat) -> Unclamped:
-    """Return quotients by whole numbers from 1 on, broadcast, whose logarithms are rounded as
-    encoding rounds, of any size.
+    """Return quotients by integers of at least 1, of any size, broadcast. The integers' logarithms
+    are rounded as in encoding.
     """
     wide = roomiest(fmt)
     significands, exponents = torch.frexp(counts.double())
@@ -229,17 +229,17 @@ def over_counts(x: Unclamped, counts: Tensor, fmt: LNSFormat) -> Unclamped:
 
 
 def divided(codes: Tensor, counts: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return codes over whole numbers (:func:`over_counts`)."""
+    """Return codes divided by integers (:func:`over_counts`)."""
     x = unpacked(codes, fmt)
     shape = torch.broadcast_shapes(codes.shape, counts.shape)
     return packed(over_counts(Unclamped(*(part.expand(shape) for part in x)), counts, fmt), fmt)
 
 
 def total_by_index(codes: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Unclamped:
-    """Return :func:`lns_ops.functional.indexed.index_sum`, its sums not clamped to the range.
+    """Return :func:`lns_ops.functional.indexed.index_sum` without clamping the sums to the range.
 
-    They are sums in the format of :func:`roomiest`, before which the terms are divided by a power
-    of two for each destination where they may leave that.
+    The sums are computed in the format of :func:`roomiest`. If the terms of a destination could
+    leave its range, they are divided by a power of two first.
     """
     wide, count = roomiest(fmt), max(1, len(codes))
     more, room = wide.bias - fmt.bias, wide.max_log - fmt.max_log
@@ -261,7 +261,7 @@ def total_by_index(codes: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> U
 
 
 def repeated(shape: Sequence[int], of: Sequence[int]) -> list[int]:
-    """Return the dimensions of ``shape`` along which a tensor of shape ``of`` was repeated."""
+    """Return the dimensions of ``shape`` along which a tensor of shape ``of`` was broadcast."""
     new = len(shape) - len(of)
     return [d for d, n in enumerate(shape) if d < new or of[d - new] == 1 != n]
 
@@ -269,7 +269,7 @@ def repeated(shape: Sequence[int], of: Sequence[int]) -> list[int]:
 def folded(
     factors: Factors, shape: Sequence[int], fmt: LNSFormat, number: float = 1.0, over: float = 1.0
 ) -> Tensor:
-    """Return codes ``shape``: sums of :func:`product` over what it was repeated along."""
+    """Return codes ``shape``: :func:`product` summed over the dimensions that were broadcast."""
     dims = repeated(torch.broadcast_shapes(*(x.shape for x, _ in factors)), shape)
     if not dims:
         return product(factors, fmt, number, over).reshape(tuple(shape))
@@ -277,7 +277,7 @@ def folded(
 
 
 def folded_parts(x: Unclamped, shape: Sequence[int], fmt: LNSFormat) -> Tensor:
-    """Return codes ``shape``: sums over what it was repeated along, clamped once."""
+    """Return codes ``shape``: summed over the dimensions that were broadcast, clamped once."""
     return packed(total(x, repeated(x.logs.shape, shape), fmt), fmt).reshape(tuple(shape))
 
 
@@ -293,7 +293,7 @@ def widened(codes: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def narrowed(codes: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return the values of codes of :func:`roomiest`, clamped to ``fmt``."""
+    """Convert codes of :func:`roomiest` to ``fmt``, clamped to its range."""
     wide = roomiest(fmt)
     if wide == fmt:
         return codes

@@ -1,4 +1,4 @@
-"""Optimizer updates in place as torch operators: SGD and Adam, in LNS or float32 arithmetic."""
+"""In-place optimizer updates as torch operators: SGD and Adam, in LNS or float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = [
 
 
 def _define_update(name: str, schema: str) -> None:
-    """Define an update in place, ``NAME_`` in torch and ``NAME`` in :mod:`lns_ops.cpu`.
+    """Define an in-place update, called ``NAME_`` in torch and ``NAME`` in :mod:`lns_ops.cpu`.
 
-    Its parameters have the names of ``schema``. ``rate`` is for GPUs: a tensor there that takes the
-    place of ``negative_lr`` (int16) or ``lr`` (float64).
+    Its parameters have the names in ``schema``. ``rate`` is for GPUs: a tensor there that replaces
+    ``negative_lr`` (int16) or ``lr`` (float64).
     """
     kernel, names = getattr(cpu, name), [parameter.split()[-1] for parameter in schema.split(", ")]
 
@@ -39,7 +39,7 @@ def _define_update(name: str, schema: str) -> None:
 
 
 def _number_or_tensor(value: Any, weight: Tensor) -> tuple[Any, Tensor | None]:
-    """Return what an operator takes of a rate: the number, or 0 and the tensor on its GPU."""
+    """Split a rate into the operator's arguments: the number, or 0 and the tensor on its GPU."""
     if not isinstance(value, Tensor):
         return value, None
     if not weight.is_cuda or value.device != weight.device:
@@ -81,14 +81,14 @@ def sgd_update_(
 
     :func:`lns_ops.reference.sgd_update` has the equations.
 
-    ``negative_lr`` and ``momentum`` are codes, the former a number or a 0-dim int16 tensor on the
-    weight's device, where it is read; ``weight``, ``buffer`` and ``compensation`` are
-    contiguous and change. With a ``key`` the sum of weight and update rounds at random by the bits
-    of (key, step); ``step`` is a 0-dim int64 tensor on the weight's device.
+    ``negative_lr`` and ``momentum`` are codes. ``negative_lr`` may be a 0-dim int16 tensor on the
+    weight's device, where it is read. ``weight``, ``buffer`` and ``compensation`` are contiguous
+    and change in place. With a ``key`` the sum of weight and update is rounded at random with the
+    bits of (key, step); ``step`` is a 0-dim int64 tensor on the weight's device.
     """
     if (step is None) != (key is None):
         raise ValueError(
-            f"step={step}, key={key}: rounding at random needs both; pass both or neither"
+            f"step={step}, key={key}: random rounding needs both; pass both or neither"
         )
     number, rate = _number_or_tensor(negative_lr, weight)
     update = (
@@ -124,14 +124,14 @@ def adam_update_(
 
     :func:`lns_ops.reference.adam_update` has the equations.
 
-    ``weight``, ``exp_avg``, ``root``, ``residue`` and ``compensation`` are contiguous int16 of one
-    shape and change; ``step`` is a 0-dim int64 tensor on the weight's device, 1 for the first step;
-    ``negative_lr`` (as for :func:`sgd_update_`) and ``weight_decay`` are codes. Either ``residue``
-    or ``key`` must be given.
+    ``weight``, ``exp_avg``, ``root``, ``residue`` and ``compensation`` are contiguous int16 with
+    the same shape and change in place; ``step`` is a 0-dim int64 tensor on the weight's device, 1
+    for the first step; ``negative_lr`` (as for :func:`sgd_update_`) and ``weight_decay`` are codes.
+    Either ``residue`` or ``key`` must be given.
     """
     if residue is None and key is None:
         raise ValueError(
-            "residue=None, key=None: the second moment would never move; pass a residue (int16"
+            "residue=None, key=None: the second moment would never change; pass a residue (int16"
             " zeros) or a key"
         )
     number, rate = _number_or_tensor(negative_lr, weight)
@@ -158,14 +158,14 @@ def sgd_update_float32_(
     step: Tensor | None = None,
     key: int | None = None,
 ) -> None:
-    """Make one SGD step in place, with float32 operations between loads and stores.
+    """Make one SGD step in place, with float32 operations on decoded codes.
 
-    Arguments are those of :func:`sgd_update_`, with ``lr`` a number or a 0-dim float tensor;
+    Arguments are as for :func:`sgd_update_`, with ``lr`` a number or a 0-dim float tensor;
     :func:`lns_ops.reference.sgd_update_float32` has the equations.
     """
     if (step is None) != (key is None):
         raise ValueError(
-            f"step={step}, key={key}: rounding at random needs both; pass both or neither"
+            f"step={step}, key={key}: random rounding needs both; pass both or neither"
         )
     number, rate = _number_or_tensor(lr, weight)
     operators_for(weight).sgd_update_float32_(
@@ -192,14 +192,14 @@ def adam_update_float32_(
     decoupled: bool = False,
     key: int | None = None,
 ) -> None:
-    """Make one Adam or AdamW step in place, with float32 operations between loads and stores.
+    """Make one Adam or AdamW step in place, with float32 operations on decoded codes.
 
-    Arguments are those of :func:`adam_update_`, with ``lr`` a number or a 0-dim float tensor;
+    Arguments are as for :func:`adam_update_`, with ``lr`` a number or a 0-dim float tensor;
     :func:`lns_ops.reference.adam_update_float32` has the equations.
     """
     if residue is None and key is None:
         raise ValueError(
-            "residue=None, key=None: the second moment would never move; pass a residue (int16"
+            "residue=None, key=None: the second moment would never change; pass a residue (int16"
             " zeros) or a key"
         )
     number, rate = _number_or_tensor(lr, weight)

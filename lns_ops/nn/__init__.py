@@ -1,6 +1,6 @@
-"""Torch modules in number formats: converted to LNS, simulated in any format, and back.
+"""Conversion of torch modules to number formats and back.
 
-:func:`convert_` converts, :func:`simulate_` simulates.
+:func:`convert_` converts a module to LNS. :func:`simulate_` trains it in any other number format.
 """
 
 from lns_ops.nn.choice import Filter, Format

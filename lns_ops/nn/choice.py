@@ -1,4 +1,4 @@
-"""Which layers a conversion takes, and into which formats."""
+"""The choice of layers to convert, and of their formats."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _matched(formats: Mapping[str, Format], name: str) -> Format | None:
 
 
 def _check_patterns(formats: Mapping[str, Format], names: list[str]) -> None:
-    """Refuse patterns that say nothing: which match no layer, or none that others leave to them.
+    """Reject patterns without effect: no layer matches, or earlier patterns take all that match.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such a pattern.
     """
-    taken: dict[str, str] = {}  # by which pattern each layer is
+    taken: dict[str, str] = {}  # layer name -> the first pattern that matches it
     for pattern in formats:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
@@ -35,8 +35,8 @@ def _check_patterns(formats: Mapping[str, Format], names: list[str]) -> None:
         if all(name in taken for name in matched):
             earlier = ", ".join(map(repr, dict.fromkeys(taken[name] for name in matched)))
             raise ValueError(
-                f"format for {pattern!r} is that of no layer: {earlier} before it takes all that"
-                " it matches, as the first pattern that matches counts; put the more specific"
+                f"format for {pattern!r} applies to no layer: {earlier} before it takes every layer"
+                " that it matches, because the first matching pattern counts; put the more specific"
                 " pattern first"
             )
         taken = dict.fromkeys(matched, pattern) | taken
@@ -47,7 +47,7 @@ def choose(
     fmt: Format | Mapping[str, Format],
     filter_fn: Filter | None,
 ) -> list[tuple[str, nn.Module, LNSFormat]]:
-    """Return which layers to convert, and into what.
+    """Return the layers to convert, with names and formats.
 
     Raises:
         ValueError: a pattern of ``fmt``, or ``filter_fn``, matches no layer, or ``fmt`` has no
@@ -56,7 +56,7 @@ def choose(
     names, chosen = [name for name, _ in owners], []
     if isinstance(fmt, Mapping):
         _check_patterns(fmt, names)
-        if not fmt and filter_fn is None:  # which could give formats
+        if not fmt and filter_fn is None:  # filter_fn could return formats
             raise ValueError(
                 "fmt={}: has no pattern, so no layer would be converted; give patterns of layer"
                 f" names and their formats, {{'*': 'lns16'}}: {layer_names(names)}"
@@ -73,10 +73,10 @@ def choose(
 
 
 def check(name: str, layer: nn.Module) -> None:
-    """Refuse a layer that cannot be converted.
+    """Check that a layer can be converted.
 
     Raises:
-        ValueError: it is LNS already, scripted, or has no parameters so far.
+        ValueError: the layer is LNS already, is scripted, or has uninitialized (lazy) parameters.
     """
     if hasattr(layer, "lns_conversion") or any(
         isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)
@@ -87,7 +87,8 @@ def check(name: str, layer: nn.Module) -> None:
         )
     if isinstance(layer, torch.jit.ScriptModule):
         raise ValueError(
-            f"layer {name or '(root)'!r}: is scripted, and takes no hook; convert the module before"
+            f"layer {name or '(root)'!r}: is scripted, so hooks cannot be added; convert the module"
+            " before"
             " torch.jit.script, or leave the layer out with filter_fn"
         )
     refuse_lazy(name, layer)
@@ -96,10 +97,11 @@ def check(name: str, layer: nn.Module) -> None:
 def check_ties(
     owners: list[tuple[str, nn.Module]], chosen: list[tuple[str, nn.Module, LNSFormat]]
 ) -> None:
-    """Refuse what would turn a parameter that layers share into two.
+    """Reject conversions that would split a parameter that layers share.
 
     Raises:
-        ValueError: layers that share a parameter would not be converted alike, or were not.
+        ValueError: layers that share a parameter would have different formats, or one of them was
+            converted earlier without the others.
     """
     formats, first = (
         {layer: fmt for _, layer, fmt in chosen},
@@ -110,7 +112,7 @@ def check_ties(
             if layer in formats and hasattr(parameter, "lns_replaced"):
                 raise ValueError(
                     f"layer {name!r}: its {its_name} was converted with another layer before, which"
-                    " would keep an own one from now on; convert layers that share a parameter in"
+                    " would keep its own copy from now on; convert layers that share a parameter in"
                     " one call, or give the layer a parameter of its own"
                 )
             other_name, other = first.setdefault(parameter, (name, layer))
@@ -118,6 +120,6 @@ def check_ties(
                 mine, theirs = (str(formats.get(each, "as it is")) for each in (layer, other))
                 raise ValueError(
                     f"layers {other_name!r} and {name!r} share the parameter {its_name}, and would"
-                    f" be {theirs} and {mine}: convert both alike or neither (filter_fn, formats by"
-                    " name), or give one of them a parameter of its own"
+                    f" be {theirs} and {mine}: convert both in the same way or neither (filter_fn,"
+                    " formats by name), or give one of them a parameter of its own"
                 )

@@ -1,27 +1,27 @@
 """Conversion of an ordinary torch module to LNS in place, keeping its weights, and back.
 
-:func:`convert_` converts, :func:`revert_` turns it back.
+:func:`convert_` converts a module, :func:`revert_` reverts it.
 
-Two scopes:
+There are two scopes:
 
-- ``matmul``: parameters, activations and gradients stay float32; the products of each linear and
-  convolution layer (recurrent layers and attention's projections too, and subclasses of all
-  these), forward and both backward ones, and their sums are LNS. So are products that a module
-  computes itself with a weight (``x @ self.w``, ``torch.einsum``); those of two activations are
-  float32. The layer's class becomes one of :mod:`lns_ops.nn.matmul_layers`; its parameters are
-  untouched. Layers without products (normalization, embeddings) are left alone; layers whose
-  products have no LNS form (complex or quantized weights) stay as they are, which
-  :func:`lns_ops.summary` notes.
-- ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
-  of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
-  ordinary tensors; layers left out decode LNS inputs. Buffers stay float32, and are encoded where
-  they meet LNS (:mod:`lns_ops.tensor.promotion`): a counter or a running mean would stop where its
-  steps are less than half an ulp, and a frequency that is wrong by 0.27 % is wrong by radians at
-  position 1,000. So do parameters of integers.
+- ``matmul``: parameters, activations and gradients stay float32. The products and sums of each
+  linear and convolution layer, forward and backward, are LNS. This includes recurrent layers,
+  attention's projections, subclasses, and products that a module computes itself with a weight
+  (``x @ self.w``, ``torch.einsum``). Products of two activations are float32. A layer's class is
+  replaced by one of :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched. Layers without
+  products (normalization, embeddings) are not changed. Neither are layers whose products have no
+  LNS form (complex or quantized weights); :func:`lns_ops.summary` lists these.
+- ``everywhere``: parameters become :class:`~lns_ops.tensor.LNSTensor`, so every operation of
+  forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
+  ordinary tensors; layers left out decode LNS inputs. Integer parameters are not changed. Buffers
+  stay float32, and are encoded when an operation combines them with LNS
+  (:mod:`lns_ops.tensor.promotion`). In LNS a counter or a running mean would stop once its steps
+  are less than half an ulp, and a frequency that is off by 0.27 % is off by radians at position
+  1,000.
 
 Layers may have different formats, and a module may be converted in steps, one scope or format at a
-time; where one layer's output enters a layer of another format it is re-encoded. What two formats
-meet in outside of a layer (a residual addition) raises.
+time. If one layer's output enters a layer of another format, it is encoded again. An operation
+outside a layer that combines two formats (a residual addition) raises.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SCOPES = ("matmul", "everywhere")
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The record of how a layer was converted: kept as its attribute ``lns_conversion``.
+    """The record of how a layer was converted, stored as the layer's attribute ``lns_conversion``.
 
     Attributes:
         scope: ``matmul`` or ``everywhere``.
@@ -85,7 +85,7 @@ def _in_lns(x: Any, fmt: LNSFormat, keeps_floats: bool = False) -> Any:
     if torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             f"torch.autocast (mixed precision) of a layer in {fmt}: would compute in"
-            " float16 or bfloat16 instead; leave it (bf16=False, mixed_precision='no'), or"
+            " float16 or bfloat16 instead; turn it off (bf16=False, mixed_precision='no'), or"
             " disable it around the module (torch.autocast(..., enabled=False))"
         )
     if keeps_floats and not isinstance(x, LNSTensor):
@@ -97,16 +97,16 @@ def _in_float(x: Any) -> Any:
     return in_float32(x) if isinstance(x, LNSTensor) else x
 
 
-for _name in ("_in_lns", "_in_float"):  # so torch.fx.symbolic_trace records what hooks do
+for _name in ("_in_lns", "_in_float"):  # so that torch.fx.symbolic_trace records the hooks
     fx.wrap(_name)
 
 
 @dataclass(frozen=True)
 class _Encode:
-    """The forward hook that encodes a converted layer's float inputs.
+    """The forward pre-hook that encodes a converted layer's float inputs.
 
-    Keyword arguments that are masks stay; of a layer with a forward of its own, all floats do.
-    Faults on a GPU have the layer's name until :class:`_Leave`.
+    Masks passed as keyword arguments are not encoded. A layer with its own ``forward`` keeps all
+    float inputs. Until :class:`_Leave`, GPU faults are reported with the layer's name.
     """
 
     fmt: LNSFormat
@@ -121,8 +121,8 @@ class _Encode:
         if is_exporting() or is_recorded():
             raise NotImplementedError(
                 f"torch.export, torch.jit.trace or make_fx of a layer in {self.fmt}: its graph"
-                " holds no LNSTensor; export the float module that lns_ops.revert_ gives back, or"
-                " convert with scope='matmul'"
+                " cannot contain an LNSTensor; export the float module that lns_ops.revert_"
+                " returns, or convert with scope='matmul'"
             )
         if not torch.compiler.is_compiling():
             replicas.refuse_around()
@@ -136,7 +136,7 @@ class _Encode:
             return tree_map(self._encoded, args), named
 
     def _is_kept(self, x: Any) -> bool:
-        """Return whether ``x`` is in the format, in the usual case: no precision is mixed."""
+        """Return whether ``x`` is already in the format, the usual case without autocast."""
         return (
             type(x) is LNSTensor
             and x.fmt == self.fmt
@@ -149,7 +149,7 @@ class _Encode:
 
 @dataclass(frozen=True)
 class _Leave:
-    """The forward hook that ends what :class:`_Encode` began: faults have the name no more."""
+    """The forward hook that ends :class:`_Encode`: GPU faults no longer get the layer's name."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -163,7 +163,7 @@ class _Decode:
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        # by its name, which fx.wrap gives to another function while it traces
+        # called by its name, because fx.wrap replaces the name while torch.fx traces
         decoded: tuple[Any, dict[str, Any]] = tree_map(lambda x: _in_float(x), (args, kwargs))
         return decoded
 
@@ -178,10 +178,10 @@ def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
 
 
 def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Parameter, LNSTensor]:
-    """Return the values in LNS of parameters of numbers; those of integers stay as they are.
+    """Return the LNS values of the layers' parameters; integer parameters are left out.
 
     Raises:
-        ValueError: a parameter is complex, or holds a NaN or an infinity.
+        ValueError: a parameter is complex, or contains a NaN or an infinity.
     """
     found: dict[nn.Parameter, LNSTensor] = {}
     for name, layer, fmt in chosen:
@@ -189,7 +189,7 @@ def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Paramete
             if parameter.is_floating_point() or parameter.is_complex():
                 try:
                     found[parameter] = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
-                except (ValueError, NotImplementedError) as error:  # the latter of other classes
+                except (ValueError, NotImplementedError) as error:  # the latter: other subclasses
                     raise type(error)(
                         f"parameter {its_name} of layer {name or '(root)'!r}: {error}; or leave the"
                         " layer out with filter_fn"
@@ -200,7 +200,7 @@ def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Paramete
 def _convert_everywhere(
     module: nn.Module, fmt: LNSFormat, path: str, successors: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Give a layer the LNS forms of its parameters, which several may share; hook its inputs."""
+    """Replace a layer's parameters, which several layers may share, by LNS, and hook its inputs."""
     for name, parameter in parameters_of(module):
         if parameter in successors:
             setattr(module, name, successors[parameter])
@@ -210,9 +210,8 @@ def _convert_everywhere(
 
 @dataclass(frozen=True)
 class _OwnForward:
-    """The forward hook that does nothing: with it, torch leaves its fused encoder layer aside.
-
-    That one would multiply in float32 in evaluation (torch.nn.TransformerEncoderLayer).
+    """A forward hook without effect. If it is present, torch does not use its fused encoder layer,
+    which would multiply in float32 in evaluation mode (torch.nn.TransformerEncoderLayer).
     """
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -232,37 +231,39 @@ def convert_(
     scope: str = "matmul",
     filter_fn: Filter | None = None,
 ) -> nn.Module:
-    """Convert ``module`` and its submodules to LNS in place; the weights are kept.
+    """Convert ``module`` and its submodules to LNS in place, keeping the weights.
 
-    In scope ``everywhere`` they are rounded to ``fmt``.
+    In scope ``everywhere`` the weights are rounded to ``fmt``.
+
+    >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> net = convert_(net, "lns12", scope="everywhere")
+    >>> net(torch.ones(3, 8)).fmt.name
+    'lns12'
 
     Args:
-        module: any torch module; see the head of this file for what each scope does with its
-            layers.
-        fmt: the LNS format, or its name; or a mapping from patterns of layer names (``{"layer1.*":
-            "lns12", "*": "lns16"}``, the first that matches counts, layers that none matches stay
-            as they are). Any other number format, or its name (``bfloat16``, ``int8/channel``), is
-            simulated (:mod:`lns_ops.nn.simulate`), with scope ``everywhere``.
-        scope: ``matmul`` or ``everywhere``, see the head of this file.
-        filter_fn: ``filter_fn(submodule, name)``: True to convert, False or None to leave out, or a
-            format for this layer; name is the dotted path, "" for ``module`` itself.
+        module: any torch module; :mod:`lns_ops.nn.convert` describes the effect on its layers.
+        fmt: the LNS format, or its name; or a mapping from patterns of layer names to formats, such
+            as ``{"layer1.*": "lns12", "*": "lns16"}``. The first matching pattern counts; layers
+            without one are not converted. Any other number format, or its name (``bfloat16``,
+            ``int8/channel``), is simulated (:mod:`lns_ops.nn.simulate`); it needs scope
+            ``everywhere``.
+        scope: ``matmul`` or ``everywhere``, see :mod:`lns_ops.nn.convert`.
+        filter_fn: ``filter_fn(submodule, name)`` returns True to convert the layer, False or None
+            to leave it out, or its format; name is the dotted path, "" for ``module`` itself.
 
     Returns:
-        ``module``, which takes and (in scope ``matmul``) returns float tensors; in scope
-            ``everywhere`` it returns an LNSTensor, on which ``F.cross_entropy``, ``argmax`` and
-            ``to_float`` work.
+        ``module``. In scope ``matmul`` it takes and returns float tensors. In scope ``everywhere``
+            it takes float tensors and returns an LNSTensor, on which ``F.cross_entropy``,
+            ``argmax`` and ``to_float`` work.
 
     Raises:
-        ValueError: unknown scope or format, a filter or pattern that matches no layer, a pattern
-            whose layers all go to earlier ones, no pattern at all, a layer that cannot be
-            converted, or (in scope ``everywhere``) layers that share a parameter and
-            would not be converted alike; nothing has changed then.
+        ValueError: unknown scope or format; a filter or pattern that matches no layer; a pattern
+            whose layers all match earlier ones; an empty mapping; a layer that cannot be
+            converted; or (in scope ``everywhere``) layers that share a parameter but would have
+            different formats. The module is unchanged then.
 
-    In scope ``everywhere`` the module has new parameters afterwards, so an optimizer is made after;
-    one made before refuses to step.
-
-    >>> net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
-    >>> net = convert_(net, lns12, scope="everywhere")
+    In scope ``everywhere`` the module has new parameters afterwards. Create the optimizer after the
+    conversion; the step of an older one raises.
     """
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r}: must be one of {', '.join(SCOPES)}")
@@ -318,7 +319,7 @@ def _convert_to_lns(
 def _convert_layers(
     chosen: list[tuple[str, nn.Module, LNSFormat]], scope: str
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Convert layers, and return which parameters have taken the place of which."""
+    """Convert layers, and return the new parameter for each replaced one."""
     encoded = _encoded(chosen) if scope == "everywhere" else {}
     successors = {parameter: successor(parameter, x) for parameter, x in encoded.items()}
     for name, layer, picked in chosen:
@@ -334,7 +335,7 @@ def _convert_layers(
 
 
 def _leave_out(module: nn.Module, relevant: list[tuple[str, nn.Module]]) -> None:
-    """Keep the products of modules that are left out from those that are converted around them."""
+    """Keep modules that are left out outside the LNS products of the modules around them."""
     without_nested_tensors(module)
     around = [
         f"{name}." if name else ""
@@ -357,9 +358,9 @@ def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:
 
 
 def _stays_float(module: nn.Module, name: str, value: Any) -> Tensor | None:
-    """Return the float32 values of an LNS value that replaces a float buffer; None for others.
+    """Return the float32 values of an LNS value that is assigned to a float buffer, otherwise None.
 
-    ``self.mean = 0.9 * self.mean + 0.1 * x`` is such a one, as LNS and float32 make LNS.
+    An example is ``self.mean = 0.9 * self.mean + 0.1 * x``, because float32 + LNS is LNS.
     """
     if not isinstance(value, LNSTensor):
         return None
@@ -368,8 +369,8 @@ def _stays_float(module: nn.Module, name: str, value: Any) -> Tensor | None:
         return None
     if not torch.compiler.is_compiling():
         warnings.warn(
-            f"buffer {name!r} of a {type(module).__name__} is replaced by a value in {value.fmt},"
-            " which was rounded to it before it becomes float32, so that a moving average stops:"
+            f"buffer {name!r} of a {type(module).__name__} is replaced by a value in {value.fmt}."
+            " It is decoded to float32, but was rounded before, so a moving average would stop:"
             f" change the buffer in place (self.{name}.lerp_(x, 0.01), or mul_ and add_), or"
             " compute with x.to_float()",
             stacklevel=3,
@@ -381,13 +382,14 @@ register_module_buffer_registration_hook(_stays_float)  # type: ignore[arg-type]
 
 
 def revert_(module: nn.Module) -> nn.Module:
-    """Undo :func:`convert_` in place.
+    """Undo :func:`convert_` or :func:`simulate_` in place.
 
-    Layers get their classes back; LNS parameters and buffers become the float32 values they stand
-    for.
+    Layers get their original classes back, and LNS parameters and buffers become float32. Weights
+    of scope ``everywhere`` keep their rounded values. Gradients are dropped; shared parameters stay
+    shared.
 
-    Weights of scope ``everywhere`` stay as rounded as they are; gradients are dropped; shared
-    parameters stay shared.
+    >>> revert_(convert_(nn.Linear(4, 2), "lns12", scope="everywhere"))
+    Linear(in_features=4, out_features=2, bias=True)
 
     Returns:
         ``module``.

@@ -1,25 +1,26 @@
-"""Replicas of a converted module, by torch's DistributedDataParallel with the contract's sums.
+"""Data parallel training of converted modules: torch's DistributedDataParallel with LNS sums.
 
-torch's wrapper keeps a module's parameters equal on all processes: backward takes the mean of the
-gradients over the N processes. Its own mean is one of float32 values, 4 bytes a value on the wire.
-Here LNS gradients travel as codes, 2 bytes a value: every process sends each other one its part of
-them (all-to-all), takes the contract's mean of what it received, in rank order, and sends that to
-all (all-gather), ``2 (N - 1) / N`` times the codes in all. Gradients of float32 parameters (scope
-``matmul``, layers left out) are added by torch's all-reduce.
+torch's wrapper keeps a module's parameters equal on all N processes: the backward pass computes the
+mean of their gradients. torch's own mean is in float32 and sends 4 bytes a value. Here LNS
+gradients are sent as codes, 2 bytes a value. Every process sends each other process its part
+(all-to-all), computes the contract's mean of what it received, in rank order, and sends the result
+to all (all-gather). In total it sends ``2 (N - 1) / N`` times the codes. Gradients of float32
+parameters (scope ``matmul``, layers left out) use torch's all-reduce.
 
-*Bits.* A mean over a power of two divides exactly within the range. So where every process has 64
-examples, the number of terms that the contract adds first, N processes end with the bits of one
-that has all examples: it adds the same blocks in the same order (:mod:`lns_ops.spec.reference`).
-Other numbers give other bits, the same ones on every process.
+*Bits.* A mean over a power of two divides exactly within the range, and the contract first adds
+blocks of 64 terms. So if every process has 64 examples, N processes compute the same bits as one
+process with all examples, because the same blocks are added in the same order
+(:mod:`lns_ops.spec.reference`). With other numbers of examples the bits differ from a single
+process, but are the same on all processes.
 
-Limits: the exchange of a bucket is waited for, it does not overlap the rest of backward; buckets
-are float32 memory beside the gradients; a loss that is summed over a batch must be multiplied by N,
+Limits: the exchange of a bucket does not overlap with the rest of the backward pass; buckets are
+float32 memory in addition to the gradients; if the loss is a sum over the batch, multiply it by N,
 as with torch's own wrapper.
 
 Source: S. Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704).
 """
 
-from typing import Any  # no annotations as text: torch compares those of the hook with types
+from typing import Any  # annotations are objects: torch checks the types of the hook's parameters
 
 import torch
 import torch.distributed as dist
@@ -31,24 +32,24 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor, storage_of
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13 renamed the function; the old name warns since."""
+"""torch 2.13 renamed the function; the old name has been warning since then."""
 
 
 def distributed_data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Wrap a converted module by torch's DistributedDataParallel, with the contract's sums.
+    """Wrap a converted module in torch's DistributedDataParallel, with the contract's sums.
 
-    Parameters and buffers become those of the group's first process.
+    Parameters and buffers of all processes get the values of the group's first process::
 
-    >>> model = lns_ops.convert_(net, "lns16", scope="everywhere")
-    >>> model = lns_ops.distributed_data_parallel(model)
+        model = lns_ops.convert_(net, "lns16", scope="everywhere")
+        model = lns_ops.distributed_data_parallel(model)
 
     Args:
-        module: on every process the same but for its values; float layers may be among its layers.
-        options: those of DistributedDataParallel, such as ``process_group`` and ``device_ids``.
+        module: the same module on every process, except for its values; some layers may be float.
+        options: options of DistributedDataParallel, such as ``process_group`` and ``device_ids``.
 
     Raises:
-        ValueError: ``gradient_as_bucket_view=True`` or LNS buffers, of which
-            DistributedDataParallel would take float32 values.
+        ValueError: ``gradient_as_bucket_view=True``, or LNS buffers with ``broadcast_buffers=True``
+            (the default), because DistributedDataParallel would replace LNS values by float32.
     """
     parameters = list(module.parameters())
     if any(isinstance(p, LNSTensor) for p in parameters):
@@ -62,7 +63,7 @@ def distributed_data_parallel(module: nn.Module, **options: Any) -> DistributedD
 
 
 def _check(module: nn.Module, options: dict[str, Any]) -> None:
-    """Refuse options with which DistributedDataParallel would replace LNS values by float32."""
+    """Reject options with which DistributedDataParallel would replace LNS values by float32."""
     if options.get("gradient_as_bucket_view"):
         raise ValueError(
             "gradient_as_bucket_view=True: gradients of LNS parameters would become views of"
@@ -72,14 +73,14 @@ def _check(module: nn.Module, options: dict[str, Any]) -> None:
     if buffers and options.get("broadcast_buffers", True):
         raise ValueError(
             f"broadcast_buffers=True with LNS buffers ({', '.join(buffers[:3])}): every forward"
-            " pass would send them as float32 values; pass broadcast_buffers=False, with which"
-            " they are sent once, now"
+            " pass would send them as float32 values; pass broadcast_buffers=False to send them"
+            " only once, now"
         )
 
 
 @torch.no_grad()
 def _broadcast(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give all processes the tensors of the group's first, as bytes."""
+    """Copy the tensors of the group's first process to all processes, as bytes."""
     for tensor in tensors:
         memory = storage_of(tensor.detach())
         sent = memory.reshape(-1).contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a converted module is: :func:`summary`."""
+"""Description of a converted module: :func:`summary`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lns_ops.tensor import LNSTensor, promotion
 
 
 def _that_keep_floats(module: nn.Module) -> list[str]:
-    """Return what :func:`summary` says of modules that take float inputs as they are."""
+    """Return the notes of :func:`summary` on modules that keep float inputs."""
     names = [
         name or "(root)"
         for name, layer in module.named_modules()
@@ -22,19 +22,19 @@ def _that_keep_floats(module: nn.Module) -> list[str]:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return [
         f"float inputs stay float32 until they meet LNS in: {', '.join(names[:5])}{more}"
-        " (forwards of their own); layers of torch encode theirs"
+        " (modules with their own forward); torch's layers encode their inputs"
     ]
 
 
 def summary(module: nn.Module) -> str:
     """Describe the conversion of a module, one line for each module with parameters of its own.
 
-    A line has name, type, scope, format and number of parameters; modules that compute products
-    themselves have one, too. Below are notes: layers with products that scope ``matmul`` leaves as
-    they are, modules with products of their own that are left out
-    (:mod:`lns_ops.nn.own_products`), and how many float tensors were encoded where they met LNS
-    (:mod:`lns_ops.tensor.promotion`).
+    A line has the module's name, type, scope, format and number of parameters. Modules that compute
+    products themselves have a line, too. Notes follow: layers with products that scope ``matmul``
+    does not convert, left-out modules with their own products (:mod:`lns_ops.nn.own_products`), and
+    the number of float tensors that were encoded to combine them with LNS.
 
+    >>> from lns_ops import convert_
     >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
     layer  type             scope   format  parameters
     0      LNSMatmulLinear  matmul  lns12           10
@@ -44,12 +44,12 @@ def summary(module: nn.Module) -> str:
     for name, layer in module.named_modules():
         conversion = getattr(layer, "lns_conversion", None)
         if getattr(layer, "stays_float32", False) and not multiplies(layer):
-            conversion = None  # its code names products, and has none of weights
+            conversion = None  # its code computes products, but not with weights
         if not owns(layer) and (conversion is None or "stays_float32" not in vars(layer)):
-            continue  # or no forward so far
+            continue  # or no forward pass so far
         count = sum(p.numel() for p in layer.parameters(recurse=False))
         kept = next((p.fmt for p in layer.parameters(False) if isinstance(p, LNSTensor)), None)
-        if conversion is None and kept is not None:  # a layer was parametrized later
+        if conversion is None and kept is not None:  # the layer was parametrized later
             conversion = Conversion(scope="everywhere", fmt=kept)
         scope, fmt = (
             (conversion.scope, str(conversion.fmt))

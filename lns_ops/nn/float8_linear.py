@@ -1,13 +1,12 @@
-"""Linear layers that multiply in 8 bits, by ``torch._scaled_mm``, on GPUs that have float8.
+"""Linear layers that multiply in 8 bits with ``torch._scaled_mm``, on GPUs with float8 products
+(Ada, Hopper and later).
 
-These are Ada, Hopper and later.
-
-Everywhere else the same layer multiplies the same float8 values in float32, which differs by the
-order and precision of sums alone; :func:`product_kind` says which. Operands are on their grids
-already when the layer gets them, so conversion to float8 is exact. Sums are taken in float32
-(``use_fast_accum=False``). cuBLAS multiplies e4m3 by e4m3 or e5m2, never e5m2 by e5m2, so a layer
+On other devices the same layer multiplies the same float8 values in float32; only the order and
+precision of sums differ. :func:`product_kind` returns which of the two is used. Operands have
+float8 values when the layer gets them, so the conversion to float8 is exact. Sums are in float32
+(``use_fast_accum=False``). cuBLAS multiplies e4m3 by e4m3 or e5m2, but not e5m2 by e5m2. So a layer
 is eligible if weights and activations are ``float8_e4m3fn``, alone or with ``/tensor``, and
-gradients either of the two.
+gradients are either of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lns_ops._compat import is_transforming, scaled_mm
 from lns_ops.formats import Encoded, NumberFormat, Scaled, float8_e4m3fn, float8_e5m2
 
 _MULTIPLE = 16
-"""The number of which the product's sizes must be multiples; others are padded with zeros."""
+"""The sizes of the product must be multiples of this; smaller operands are padded with zeros."""
 _CAPABILITY = (8, 9)
 
 
@@ -32,14 +31,17 @@ def _base(fmt: NumberFormat) -> NumberFormat:
 
 
 def real_format(fmt: NumberFormat, gradient_format: NumberFormat) -> bool:
-    """Return whether GPUs have products of these formats."""
+    """Return whether GPUs can multiply these formats."""
     return _base(fmt) == float8_e4m3fn and _base(gradient_format) in (float8_e4m3fn, float8_e5m2)
 
 
 def product_kind(device: torch.device | str) -> str:
-    """Say how products of float8 values are computed on ``device``.
+    """Return how products of float8 values are computed on ``device``.
 
-    The answer is ``torch._scaled_mm``, or ``emulated: `` and why.
+    The result is ``torch._scaled_mm``, or ``emulated: `` and the reason.
+
+    >>> product_kind("cpu")
+    'emulated: a cpu has no 8-bit products; float32 products of float8 values'
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -60,7 +62,7 @@ def scaled_product(x: Encoded, y: Encoded) -> Tensor:
     """
     (rows, inner), columns = x.codes.shape, y.codes.shape[1]
     left = _padded(x.codes)
-    right = _padded(y.codes.t()).t()  # column-major, as the product wants it
+    right = _padded(y.codes.t()).t()  # _scaled_mm needs it column-major
     one = torch.ones((), dtype=torch.float32, device=left.device)
     scales = [one if e.scale is None else e.scale for e in (x, y)]
     out = scaled_mm(
@@ -71,9 +73,9 @@ def scaled_product(x: Encoded, y: Encoded) -> Tensor:
 
 
 def _padded(codes: Tensor) -> Tensor:
-    """Return codes contiguous, both sizes padded to multiples of 16.
+    """Return contiguous codes with both sizes padded to multiples of 16.
 
-    They are padded as bytes, because padding knows no float8.
+    They are padded as bytes, because torch's padding does not support float8.
     """
     rows, columns = codes.shape
     words = F.pad(
@@ -85,8 +87,8 @@ def _padded(codes: Tensor) -> Tensor:
 class _ScaledLinear(torch.autograd.Function):
     """The product ``y = x w^T`` and both backward products in float8.
 
-    Backward products that are to be differentiated in their turn are float32 products of float8
-    values, as on other devices: a product of two gradients in e5m2 has no form in 8 bits.
+    If a backward product is differentiated again, it is a float32 product of float8 values, as on
+    other devices, because cuBLAS cannot multiply two gradients in e5m2.
     """
 
     @staticmethod
@@ -119,11 +121,11 @@ class _ScaledLinear(torch.autograd.Function):
 class Float8Linear(nn.Linear):
     """An nn.Linear of float8 values; the bias is added in float32.
 
-    It is made by :func:`lns_ops.nn.simulate.simulate_`, not constructed.
+    Created by :func:`lns_ops.nn.simulate.simulate_`; do not construct it directly.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``input @ weight^T + bias``, the product in 8 bits where the device has it.
+        """Return ``input @ weight^T + bias``; the product is in 8 bits if the device supports it.
 
         Within transforms of ``torch.func`` it is a float32 product of float8 values.
         """

@@ -1,11 +1,11 @@
 """A training step as a CUDA graph: captured once, replayed for every later batch.
 
-Eager, most of a step of a converted net is Python, which launches some thousand small kernels. A
-graph of them is launched at once. What it repeats are kernels and their arguments: Python in the
-step runs while it is captured and never again, so a step that reads a value on the host, or whose
-shapes depend on values, cannot be captured, and numbers that Python hands to kernels keep the
-values of the capture. A learning rate is such a number, whose change is refused, not overlooked,
-unless it is a tensor on the GPU.
+Run eagerly, a training step of a converted network spends most of its time in Python, which
+launches about a thousand small kernels. A CUDA graph launches all of them at once. It repeats
+kernels and their arguments only: Python code in the step runs during capture and never again. So a
+step cannot be captured if it reads a value on the host or has shapes that depend on values, and
+Python numbers that are passed to kernels keep their values from the capture. The learning rate is
+such a number, unless it is a tensor on the GPU; a replay after it has changed raises.
 
 Source: CUDA C++ Programming Guide, "CUDA Graphs"; PyTorch documentation, "CUDA Graphs" in "CUDA
 semantics".
@@ -32,10 +32,10 @@ R = TypeVar("R")
 
 
 def cuda_graph(step: Callable[P, R], *, warmup: int = 3) -> Callable[P, R]:
-    """Return ``step`` as a function that replays it from a CUDA graph.
+    """Return a function that runs ``step`` and, after a few calls, replays it from a CUDA graph.
 
-    The first ``warmup`` calls run eagerly, the next one is captured; each call is one step, these
-    too. Example::
+    The first ``warmup`` calls run eagerly, the next call captures the graph; each of these calls is
+    a real step, too. Example::
 
         def step(x, y):
             optimizer.zero_grad()
@@ -48,28 +48,28 @@ def cuda_graph(step: Callable[P, R], *, warmup: int = 3) -> Callable[P, R]:
         for x, y in loader:  # with drop_last=True: every batch has the shape of the first
             loss = step(x.cuda(), y.cuda())
 
-    Tensors that are passed are copied into those of the capture; what is returned is overwritten by
-    the next call. Random numbers are drawn anew in each. Faults (a NaN to encode) are raised
-    by a later call, once the GPU has met them, or by :func:`lns_ops.check_faults`. For a rate that
-    varies, give the optimizer a tensor on the GPU, ``lr=torch.tensor(0.1, device="cuda")``, which
-    torch's schedulers fill; or leave ``optimizer.step()`` out of the step and call it after each.
+    Tensor arguments are copied into the tensors of the capture, and the next call overwrites the
+    result. Random numbers differ from call to call. Faults (encoding a NaN) are raised by a later
+    call, after the GPU has detected them, or by :func:`lns_ops.check_faults`. For a varying
+    learning rate, give the optimizer a tensor on the GPU, ``lr=torch.tensor(0.1, device="cuda")``,
+    which torch's schedulers fill in place; or call ``optimizer.step()`` outside the step.
 
     Args:
-        step: runs forward, backward and mostly an optimizer's step. Its arguments are tensors on
-            one GPU, or values that are the same in every call.
-        warmup: calls before capture, which compile kernels and create the optimizer's state.
+        step: runs forward, backward and usually an optimizer step. Its arguments are tensors on one
+            GPU, or values that are the same in every call.
+        warmup: number of eager calls, which compile kernels and create the optimizer's state.
 
     Raises:
-        ValueError: ``warmup`` below 1; on a call, no GPU, tensors on another device, in lists,
-            tuples or dicts, that need gradients, or that differ in shape or dtype from those
-            captured, other arguments that differ, or an optimizer in the step whose options have
-            changed since.
-        RuntimeError: on a call, a step that cannot be captured.
+        ValueError: ``warmup`` is below 1. On a call: no GPU; tensors that are on another device,
+            in lists, tuples or dicts, or need gradients; tensors whose shape or dtype differs from
+            the capture; other arguments that differ; or changed options of an optimizer in the
+            step.
+        RuntimeError: on a call, if the step cannot be captured.
     """
     if warmup < 1:
         raise ValueError(
-            f"cuda_graph: warmup={warmup}: must be at least 1, as kernels are not compiled while a"
-            " graph is captured; use 3"
+            f"cuda_graph: warmup={warmup}: must be at least 1, because kernels cannot be"
+            " compiled while a graph is captured; use 3"
         )
     graph = _Graph(step, warmup)
 
@@ -82,7 +82,7 @@ def cuda_graph(step: Callable[P, R], *, warmup: int = 3) -> Callable[P, R]:
 
 
 class _Graph:
-    """A step, the calls until its capture, and then its graph."""
+    """A step: eager calls, then its capture, then its CUDA graph."""
 
     def __init__(self, step: Callable[..., Any], warmup: int) -> None:
         self._step, self._left = step, warmup
@@ -123,16 +123,16 @@ class _Graph:
             with _optimizers_that_step() as stepped, capture:
                 self._output = self._step(*args, **kwargs)
         except Exception as error:
-            random.graphsafe_set_state(before)  # torch leaves the failed one in the capture
+            random.graphsafe_set_state(before)  # torch leaves the failed generator in capture mode
             raise RuntimeError(
                 f"cuda_graph: the step cannot be captured"
                 f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
-                " it may not read values on the host (.item(), printing, check_faults, an `if` on"
-                " a tensor), nor copy from the CPU, nor have shapes that depend on values: do that"
-                " with what the step returns, after the call"
+                " it must not read values on the host (.item(), printing, check_faults, an `if` on"
+                " a tensor), copy from the CPU, or have shapes that depend on values: do that"
+                " after the call, with the step's result"
             ) from error
-        # on that stream torch has also set the graph's random numbers to their beginning, which a
-        # busy GPU does after the replay has set them to where the generator is
+        # on that stream torch has also reset the graph's random numbers, and on a busy GPU that
+        # would run after the replay has set them to the generator's position
         assert capture.capture_stream is not None
         torch.cuda.current_stream().wait_stream(capture.capture_stream)
         self._inputs = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
@@ -140,7 +140,7 @@ class _Graph:
         self._graph = graph
 
     def _refuse_changes(self, given: Mapping[str, Any]) -> None:
-        """Refuse what a replay would overlook: other shapes, values and options.
+        """Reject changes that a replay would ignore: other shapes, values and options.
 
         Raises:
             ValueError: see :func:`cuda_graph`.
@@ -162,7 +162,7 @@ class _Graph:
             elif isinstance(captured, Tensor) or value != captured:
                 raise ValueError(
                     f"cuda_graph: {name} is {value!r}, captured as {captured!r}: a graph repeats"
-                    " the value of its capture; pass a tensor, or make a graph for each value"
+                    " the captured value; pass a tensor, or make a graph for each value"
                 )
         for optimizer, captured in self._options:
             now = _options_of(optimizer)
@@ -176,17 +176,17 @@ class _Graph:
                 raise ValueError(
                     f"cuda_graph: {type(optimizer).__name__} has changed since the capture:"
                     f" {', '.join(changed) or 'parameter groups'}: a graph repeats the captured"
-                    " options; give it lr=torch.tensor(..., device='cuda') if it is the rate, or"
-                    " leave optimizer.step() out of the step and call it after each"
+                    " options; for a varying rate use lr=torch.tensor(..., device='cuda'), or"
+                    " call optimizer.step() outside the captured step"
                 )
 
 
 def _device_of(given: Mapping[str, Any]) -> torch.device:
-    """Return the GPU of the tensors among the arguments; the current one where there are none.
+    """Return the GPU of the tensor arguments; the current GPU if no argument is a tensor.
 
     Raises:
-        ValueError: a tensor that is on the CPU or another GPU, needs a gradient or is in a list,
-            tuple or dict; no GPU.
+        ValueError: a tensor is on the CPU or another GPU, needs a gradient, or is in a list, tuple
+            or dict; or torch finds no GPU.
     """
     device: torch.device | None = None
     for name, value in given.items():
@@ -194,7 +194,7 @@ def _device_of(given: Mapping[str, Any]) -> torch.device:
             if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
                 raise ValueError(
                     f"cuda_graph: {name} is a {type(value).__name__} with tensors, which a replay"
-                    " would not take anew; pass each tensor as an argument of its own, for example"
+                    " would not update; pass each tensor as a separate argument, for example"
                     " step(*tensors) or step(**tensors)"
                 )
             continue
@@ -205,19 +205,19 @@ def _device_of(given: Mapping[str, Any]) -> torch.device:
             )
         if value.requires_grad:
             raise ValueError(
-                f"cuda_graph: {name} needs a gradient, which would belong to the graph's copy of"
-                " it; pass it detached, and return gradients from the step"
+                f"cuda_graph: {name} needs a gradient, which would go to the graph's copy of the"
+                " tensor; pass it detached, and return gradients from the step"
             )
         device = value.device
     if device is None and not torch.cuda.is_available():
         raise ValueError(
-            "cuda_graph: torch finds no GPU here, and a graph runs on one; call the step itself"
+            "cuda_graph: torch finds no GPU, and a graph needs one; call the step itself"
         )
     return device or torch.device("cuda", torch.cuda.current_device())
 
 
 def _aside(device: torch.device, step: Callable[[], Any]) -> Any:
-    """Run an eager step on a stream of its own, as captures need of those before them."""
+    """Run an eager step on a side stream, as torch requires before a capture."""
     with torch.cuda.device(device):
         current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         stream.wait_stream(current)
@@ -229,7 +229,7 @@ def _aside(device: torch.device, step: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _optimizers_that_step() -> Iterator[list[Optimizer]]:
-    """Collect the optimizers whose ``step`` is called in the context, each once."""
+    """Collect the optimizers whose ``step`` is called in the context, without duplicates."""
     stepped: list[Optimizer] = []
 
     def note(optimizer: Optimizer, *_: Any) -> None:
@@ -246,8 +246,8 @@ def _optimizers_that_step() -> Iterator[list[Optimizer]]:
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the options of each parameter group.
 
-    Tensors on a GPU are the optimizer's own, whose values kernels read; one on the CPU is read as
-    the step is captured, and stands here with its value.
+    A tensor on a GPU is returned as it is, because kernels read its value. A tensor on the CPU is
+    read during capture, so it is replaced by its value.
     """
     return [
         {
@@ -260,11 +260,11 @@ def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor, and what else there is as it is."""
+    """Return a copy of a tensor; return any other value unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _kind(value: Tensor) -> str:
-    """Return type, shape, dtype and format of a tensor, in words."""
+    """Describe type, shape, dtype and format of a tensor as text."""
     fmt = f" of {value.fmt.name}" if isinstance(value, LNSTensor) else ""
     return f"{type(value).__name__}{fmt} {list(value.shape)} {storage_of(value).dtype}"

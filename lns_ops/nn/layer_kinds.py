@@ -1,4 +1,4 @@
-"""Which layers a conversion finds in a module, and which of them have no LNS form."""
+"""Kinds of layers: which ones a conversion converts, and which of them have no LNS form."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ PRODUCTS_INSIDE = (
     nn.Linear,
     *((nn.LinearCrossEntropyLoss,) if hasattr(nn, "LinearCrossEntropyLoss") else ()),  # torch 2.13
 )
-"""The layers with products."""
+"""The layers that compute products."""
 
 
 def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """List a layer's own parameters, under each of their names."""
+    """List a layer's own parameters, with all names of each."""
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def owners_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the modules that own parameters, or integers in their place.
+    """List the modules that own parameters, or integers in place of parameters (quantized layers).
 
-    A parametrized layer's original ones are included.
+    A parametrized layer's original parameters are included.
     """
     return [(name, part) for name, part in module.named_modules() if owns(part)]
 
 
 def owns(module: nn.Module) -> bool:
-    """Return whether a module owns parameters, or integers in their place."""
+    """Return whether a module owns parameters, or integers in place of parameters."""
     return bool(parameters_of(module)) or multiplies(module) or is_quantized(module)
 
 
@@ -47,7 +47,7 @@ def multiplies(module: nn.Module) -> bool:
 
 
 def _is_complex(module: nn.Module) -> bool:
-    """Return whether the weights of a layer's products are complex, parametrized ones included."""
+    """Return whether the weights of a layer are complex, including parametrized weights."""
     return any(
         parameter.is_complex()
         for name, parameter in module.named_parameters()
@@ -56,7 +56,8 @@ def _is_complex(module: nn.Module) -> bool:
 
 
 def computes_weights(module: nn.Module) -> bool:
-    """Return whether a module is a parametrization of torch, whose power iterations are its own."""
+    """Return whether a module is one of torch's parametrizations, such as spectral norm, whose
+    power iterations stay float32."""
     return type(module).__module__ == parametrizations.__name__
 
 
@@ -68,7 +69,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def own_format(layer: nn.Module) -> str:
-    """Return the dtype of the parameters of a layer that is not converted, as a word."""
+    """Return the dtype of the parameters of a layer that is not converted, as text."""
     if is_quantized(layer):
         return "integers"
     dtypes = (p.dtype for p in layer.parameters() if p.is_floating_point() or p.is_complex())
@@ -76,9 +77,9 @@ def own_format(layer: nn.Module) -> str:
 
 
 def reason_to_stay(layer: nn.Module) -> str:
-    """Return why a layer's products have no LNS form, or nothing."""
+    """Return why a layer's products have no LNS form, or an empty text if they have one."""
     if is_quantized(layer):
-        return "its weights are those of torch.ao.quantization"
+        return "its weights are quantized by torch.ao.quantization"
     complex_products = isinstance(layer, PRODUCTS_INSIDE) and _is_complex(layer)
     return "LNS values are real" if complex_products else ""
 
@@ -89,7 +90,7 @@ def has_own_forward(layer: nn.Module) -> bool:
 
 
 def without_nested_tensors(module: nn.Module) -> None:
-    """Have torch's encoders keep padded batches, because nested tensors are for fused layers."""
+    """Make torch's encoders keep padded batches: only fused layers support nested tensors."""
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False

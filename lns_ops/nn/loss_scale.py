@@ -1,13 +1,14 @@
-"""Loss scaling: gradients that are larger on their way back, and as they were where they arrive.
+"""Loss scaling: gradients are larger during the backward pass, and unscaled at the parameters.
 
-A narrow format has a smallest magnitude, 2^-16 in lns12, and many gradients of a deep network's
-outputs are smaller. Where the gradient of the loss is S times larger, so are they; the gradient of
-a parameter is divided by S as it arrives. So optimizers, clipping and all-reduce see the gradients
-that they would see without, and what would have underflowed on the way.
+A narrow format has a smallest magnitude, 2^-16 in lns12, and many activation gradients of a deep
+network are smaller. If the loss is multiplied by S, all of them are S times larger. The gradient of
+a parameter is divided by S when it arrives. So optimizers, clipping and all-reduce get the same
+gradients as without scaling, but including the parts that would have underflowed on the way.
 
-S is a power of two, so that in LNS both products are exact: a logarithm moves by whole octaves. It
-is constant, as LNS has no infinities by which a scale that is too large could be found; gradients
-beyond the largest magnitude saturate. :attr:`lns_ops.Analysis.loss_scale` is one that fits.
+S is a power of two, so both multiplications are exact in LNS: the logarithm changes by a whole
+number. S is constant, because a dynamic scale would need infinities to detect overflow, and LNS has
+none; gradients beyond the largest magnitude saturate. :attr:`lns_ops.Analysis.loss_scale` suggests
+a value.
 
 Source: P. Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with a constant factor.
 """
@@ -33,7 +34,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class _Scaled(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a factor."""
+    """The identity, with its gradient multiplied by a factor."""
 
     generate_vmap_rule = True
 
@@ -54,61 +55,64 @@ class _Scaled(torch.autograd.Function):
 
 
 _scaled_pass = -1
-"""The number of the last backward pass that went through a scale."""
+"""The id of the last backward pass that went through a scale."""
 _scaled = in_two_forms(_Scaled)
 
 
 class LossScale:
     """A constant factor on all gradients between a loss and the parameters.
 
-    ::
+    >>> net = nn.Linear(2, 1)
+    >>> scale = LossScale(256)
+    >>> net = scale.unscale_(net)  # once
+    >>> scale(net(torch.ones(1, 2)).sum()).backward()
+    >>> net.weight.grad  # the gradient of the unscaled loss, with less underflow
+    tensor([[1., 1.]])
 
-        scale = lns_ops.LossScale(256)
-        scale.unscale_(net)                # once
-        scale(loss).backward()             # p.grad is that of loss.backward(), with less underflow
+    Every gradient that is added to ``p.grad`` is divided by the factor, so ``loss.backward()``
+    without ``scale`` leaves gradients that are too small by the factor. For parameters
+    ``torch.autograd.grad`` returns the gradients of ``loss``, with ``scale`` and without. In
+    compiled code and under ``torch.func`` gradients are not divided; divide them by
+    ``scale.factor``.
 
-    What is added to ``p.grad`` is divided, so ``loss.backward()`` without ``scale`` leaves
-    gradients that are too small by the factor. What ``torch.autograd.grad`` returns for parameters
-    is divided if it is asked for ``scale(loss)``: it is the gradient of ``loss`` with ``scale`` and
-    without. A loss that is scaled in compiled code or under ``torch.func`` gets no such division:
-    divide what those return by ``scale.factor``. Scaled gradients saturate at the largest value of
-    a format without a warning: in lns12 a factor of 512 clips every gradient beyond 127, and
-    nothing checks it while training; ``lns_ops.analyze`` names a factor that fits. In a mean over
-    many terms gradients underflow where they arrive, too: sum the loss.
+    Scaled gradients saturate at the format's largest value without a warning: in lns12 a factor of
+    512 clips every gradient beyond 127. Nothing checks this during training; ``lns_ops.analyze``
+    suggests a factor. In a mean over many terms gradients also underflow at the parameters, which
+    scaling does not prevent: sum the loss instead.
 
     Args:
         factor: a power of two, 1 or more.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``factor`` is not a power of two of at least 1.
     """
 
     def __init__(self, factor: float) -> None:
         if not (math.isfinite(factor) and factor >= 1 and math.frexp(factor)[0] == 0.5):
             raise ValueError(
-                f"factor={factor}: must be a power of two, 1 or more, so that logarithms move by"
-                " whole octaves; use for example 256"
+                f"factor={factor}: must be a power of two, 1 or more, so that logarithms change by"
+                " whole numbers; use for example 256"
             )
         self.factor = float(factor)
 
     def __call__(self, loss: Tensor) -> Tensor:
-        """Return ``loss``, whose value stays and whose gradient is ``factor`` times larger."""
+        """Return ``loss`` with the same value and a gradient that is ``factor`` times larger."""
         if self.factor == 1:
             return loss
         return _scaled(loss, self.factor)
 
     def unscale_(self, module: _Module) -> _Module:
-        """Divide the gradient of each parameter by ``factor`` as it arrives, from now on.
+        """Divide the gradient of each parameter by ``factor`` when it arrives, from now on.
 
-        Before every forward pass of ``module`` those of its parameters are found that came since:
-        of a copy, a loaded state, or thawed.
+        Before every forward pass of ``module``, parameters that were added since (by a copy, a
+        loaded state, or unfreezing) are included.
 
         Returns:
             ``module``.
 
         Raises:
-            ValueError: ``1 / factor`` underflows in the format of a layer, or there is another
-                factor already.
+            ValueError: ``1 / factor`` underflows in the format of a layer, or the module has
+                another factor already.
         """
         if self.factor == 1:
             return module
@@ -126,7 +130,7 @@ class LossScale:
             if self.factor > fmt.most_scale:
                 raise ValueError(
                     f"factor={self.factor:.0f} for {name} in {fmt}: its inverse underflows there,"
-                    f" and with it every gradient; use at most {fmt.most_scale:.0f}"
+                    f" so every gradient would be zero; use at most {fmt.most_scale:.0f}"
                 )
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -134,10 +138,10 @@ class LossScale:
             self._watch(module)
 
     def _watch(self, module: nn.Module) -> None:
-        """Have the gradients of all parameters divided, once.
+        """Add the division to the gradients of all parameters, once each.
 
         Raises:
-            ValueError: they are divided by another factor.
+            ValueError: the gradients are divided by another factor already.
         """
         for parameter in module.parameters():
             known = [
@@ -168,9 +172,9 @@ class LossScale:
 class _DivideAtEnd:
     """The division of the gradient of a weight that was computed from parameters.
 
-    ``torch.func.functional_call`` puts such weights in a module, as MAML does. A gradient that goes
-    on to the parameters is divided there. Only where ``torch.autograd.grad`` returns the weight's
-    own gradient it is divided here.
+    ``torch.func.functional_call`` puts such weights into a module, as MAML does. If the backward
+    pass continues to the parameters, the gradient is divided there. It is divided here only if
+    ``torch.autograd.grad`` returns the weight's own gradient.
     """
 
     owner: LossScale
@@ -183,7 +187,7 @@ class _DivideAtEnd:
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def divide(self, gradient: Tensor) -> Tensor:
-        """Return the gradient divided by the factor if the backward pass ends at the weight."""
+        """Return the gradient, divided by the factor if the backward pass ends at the weight."""
         weight = self.weight()
         if weight is None or current_pass() != _scaled_pass or goes_on_after(weight):
             return gradient

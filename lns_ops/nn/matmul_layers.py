@@ -1,18 +1,17 @@
 """Layers of scope ``matmul``: LNS products between float32 parameters, inputs and outputs.
 
-The forward product and both backward ones, and their sums, are LNS; so are those of a gradient that
-is differentiated in its turn.
+The forward product, both backward products, and the products of second derivatives are LNS, and so
+are their sums.
 
-A layer's class changes to one of these and back (:func:`lns_ops.convert_`,
-:func:`lns_ops.revert_`); nothing else of it does. Operands are encoded, the product's codes
-decoded, so results are rounded to the format whatever the accumulation. The bias is added in
-float32. What is saved for the backward pass are the operands themselves, which the graph mostly
-holds anyway.
+:func:`lns_ops.convert_` changes only a layer's class to one of these, and :func:`lns_ops.revert_`
+changes it back. Operands are encoded and the product's codes are decoded, so results are rounded to
+the format with either accumulation. The bias is added in float32. The operands themselves are saved
+for the backward pass; usually the graph keeps them anyway.
 
-A module that does more than one of torch's products (a subclass with a forward of its own, a
-module that multiplies by its weights itself, nn.LSTM, nn.MultiheadAttention) keeps its forward,
-within which products are LNS (:class:`~lns_ops.nn.products.context.Products`). Products of two
-activations, such as attention's scores, stay float32, in nn.MultiheadAttention as elsewhere; so
+A module that computes more than one of torch's products keeps its forward, and a context computes
+the products inside it in LNS (:class:`~lns_ops.nn.products.context.Products`). Examples are a
+subclass with its own forward, a module that multiplies by its weights itself, nn.LSTM and
+nn.MultiheadAttention. Products of two activations, such as attention's scores, stay float32, and so
 does the second sum of nn.Bilinear.
 """
 
@@ -38,11 +37,11 @@ from lns_ops.nn.products.matrices import linear
 from lns_ops.spec.format import LNSFormat
 
 for _name in ("linear", "convolution"):
-    fx.wrap(_name)  # torch.fx.symbolic_trace records calls of them as such
+    fx.wrap(_name)  # so that torch.fx.symbolic_trace records calls of these functions
 
 
 def _named(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward within which faults on a GPU have the layer's name."""
+    """Wrap a layer's forward so that GPU faults inside it are reported with the layer's name."""
 
     @wraps(forward)
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,10 +61,10 @@ class LNSMatmulLinear(nn.Linear):
 
     Parameters, bias addition, inputs and outputs are float32; outputs have the input's dtype.
 
-    Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by
-    :func:`lns_ops.convert_`, not constructed. Products of either accumulation
-    (:func:`~lns_ops.accumulation.set_matmul_accumulation`) are rounded to the format, backward ones
-    are of the forward's.
+    Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Created by
+    :func:`lns_ops.convert_`; do not construct it directly. Products are rounded to the format with
+    either accumulation (:func:`~lns_ops.accumulation.set_matmul_accumulation`); the backward pass
+    uses the accumulation of the forward pass.
 
     Attributes:
         fmt: the LNS format of the products.
@@ -78,7 +77,7 @@ class LNSMatmulLinear(nn.Linear):
         """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32.
 
         Raises:
-            ValueError: a NaN or an infinity in the input or the weight, or an input of integers.
+            ValueError: a NaN or an infinity in the input or the weight, or an integer input.
         """
         return linear(self.fmt, input, self.weight, self.bias)
 
@@ -94,7 +93,7 @@ class _LNSMatmulConv:
 
     @_named
     def forward(self: Any, input: Tensor) -> Tensor:
-        """Return the convolution of ``[B, I, ...]``: ``[B, O, ...]``, or both without B."""
+        """Return the convolution of ``[B, I, ...]`` as ``[B, O, ...]``, or both without B."""
         x, padding = input, self.padding
         if self.padding_mode != "zeros" or isinstance(padding, str):
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
@@ -135,7 +134,7 @@ LAYERS: dict[Callable[..., nn.Module], type[nn.Module]] = {
     nn.Conv2d: LNSMatmulConv2d,
     nn.Conv3d: LNSMatmulConv3d,
 }
-"""The layer of scope ``matmul`` for each of torch's that computes one product."""
+"""The scope-``matmul`` layer for each torch layer that computes one product."""
 
 
 class _KeepsForward:
@@ -155,13 +154,13 @@ class _KeepsForward:
         return ", ".join(part for part in (of_layer, f"matmul={self.fmt}") if part)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Return what pickle keeps: the class of before, of which this one is made again."""
+        """Return what pickle stores: the original class, from which this one is recreated."""
         reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
         return _new, (original_class(type(self)),), *reduced[2:]  # type: ignore[arg-type]
 
 
 def _forward_of(original: type[nn.Module]) -> Callable[..., Any]:
-    """Return a layer's own forward with its products in LNS, and with its signature."""
+    """Return a layer's own forward with its products in LNS, keeping its signature."""
     follows = not original.forward.__module__.startswith("torch.")
 
     @_named
@@ -170,7 +169,7 @@ def _forward_of(original: type[nn.Module]) -> Callable[..., Any]:
         if any(isinstance(x, fx.Proxy) for x in (*args, *kwargs.values())):
             _warn_of_tracing(original)
         products = Products(self.fmt, self if follows else None)
-        with products:  # whose name torch.compile would give to None
+        with products:  # no `as` name: torch.compile would set it to None
             result = original.forward(self, *args, **kwargs)
         self.stays_float32 = not products.used
         return result
@@ -179,7 +178,7 @@ def _forward_of(original: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _warn_of_tracing(original: type[nn.Module]) -> None:
-    """Warn that the products of which torch.fx sees no layer are recorded as they are."""
+    """Warn that torch.fx records products outside of layers in float32."""
     if named := own_products.of_any(original):
         warnings.warn(
             f"torch.fx.symbolic_trace of the inside of a {original.__name__}: its products"
@@ -204,7 +203,7 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
     if _is_parametrized(original):
         return _on(layer_class(original.__bases__[0]), original)
     if original not in _MADE:
-        # torch.fx leaves layers of torch.nn whole, and finds them by this
+        # torch.fx does not trace into layers of torch.nn, which it recognizes by this name
         whole = original.__module__.startswith(("torch.nn", "torch.ao.nn")) or not issubclass(
             original, PRODUCTS_INSIDE
         )
@@ -214,18 +213,18 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_parametrized(kind: type[nn.Module]) -> bool:
-    """Return whether torch made a class for one parametrized layer."""
+    """Return whether torch created the class for one parametrized layer."""
     return kind.__module__ == parametrize.__name__
 
 
 def _on(base: type[nn.Module], parametrized: type[nn.Module]) -> type[nn.Module]:
-    """Return a parametrized layer's class on another base, the only one, where torch finds it."""
+    """Return a parametrized layer's class with another base as the only one, as torch expects."""
     own = {k: v for k, v in vars(parametrized).items() if k not in ("__dict__", "__weakref__")}
     return type(f"Parametrized{base.__name__}", (base,), own)
 
 
 def original_class(made: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of which :func:`layer_class` made this one, or the class itself."""
+    """Return the class from which :func:`layer_class` made this one, or the class itself."""
     if _is_parametrized(made):
         base = original_class(made.__bases__[0])
         return made if base is made.__bases__[0] else _on(base, made)

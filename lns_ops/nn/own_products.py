@@ -1,15 +1,15 @@
 """Modules that compute products themselves: ``x @ self.w``, ``torch.einsum``, an adapter's
 ``F.linear(x, self.base.weight)``.
 
-They are found by what their code calls, in methods and in functions that these call.
-:func:`lns_ops.convert_` converts them in scope ``matmul``, as it converts layers; those that are
-left out stay float32, which :func:`lns_ops.summary` says. :func:`float32_products` counts the
-products with weights that really are float32.
+They are found by the names that their code calls, in methods and in functions called from there.
+:func:`lns_ops.convert_` converts these modules in scope ``matmul``, as it converts layers. Modules
+that are left out stay float32, and :func:`lns_ops.summary` lists them. :func:`float32_products`
+counts the products with weights that are really computed in float32.
 
 Limits: products of two activations (attention's scores) are float32 in this scope and not counted,
-nor are weights that a network computes from activations. Not found are products in code of torch
-(power iterations of spectral norm, a torch.fx.GraphModule), in ``torch.jit.script`` and in
-functions that a module gets at run time; those that happen are counted.
+and neither are products with weights that a network computes from activations. Products are not
+found in torch's own code (power iterations of spectral norm, a torch.fx.GraphModule), in
+``torch.jit.script``, and in functions that a module gets at run time; calls of these are counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPERATORS = {
 
 @cache
 def _called(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the products that a forward calls, itself and in what it calls, but torch's own."""
+    """Return the products that a forward calls, directly or not, except in torch's own code."""
     return _reached(kind, *_defined(kind, "forward"))
 
 
@@ -66,19 +66,19 @@ def _reached(kind: type[nn.Module], *functions: Any) -> frozenset[str]:
 
 
 def _defined(kind: type[nn.Module], name: str) -> list[Any]:
-    """Return what a class and its bases have under a name, without torch's own classes."""
+    """Return the members with this name in a class and its bases, without torch's own classes."""
     return [
         vars(each)[name] for each in kind.__mro__ if name in vars(each) and not _is_foreign(each)
     ]
 
 
 def _is_foreign(x: Any) -> bool:
-    """Return whether torch, or this package, has made a class or function."""
+    """Return whether a class or function belongs to torch or to this package."""
     return str(getattr(x, "__module__", "")).startswith(("torch.", "lns_ops."))
 
 
 def _function(member: Any) -> FunctionType | None:
-    """Return the function of a method, a property, a static or a class method."""
+    """Return the function behind a method, a property, a static or a class method."""
     member = member.fget if isinstance(member, property) else member
     function = getattr(member, "__func__", member)
     return function if isinstance(function, FunctionType) else None
@@ -93,7 +93,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _named(code: CodeType) -> set[str]:
-    """Return the products that code calls; ``self.linear`` is a layer and none."""
+    """Return the products that code calls; ``self.linear`` is a layer, so it does not count."""
     found, owner = set(), ""
     mine = code.co_varnames[0] if code.co_argcount else None
     for step in dis.get_instructions(code):
@@ -110,7 +110,7 @@ def _named(code: CodeType) -> set[str]:
 
 
 def of_any(kind: type[nn.Module]) -> list[str]:
-    """Return the products of a class that torch.fx does not record as such."""
+    """Return the products of a class that torch.fx does not record as calls."""
     return sorted(
         name
         for name in _called(kind) - _TRACED  # type: ignore[arg-type]
@@ -119,9 +119,9 @@ def of_any(kind: type[nn.Module]) -> list[str]:
 
 
 def found_in(module: nn.Module) -> list[str]:
-    """Return the products by name that a module's code computes, if there are weights for them.
+    """Return the names of the products in a module's code, if it has weights for them.
 
-    Functions that the module has as attributes count as its code.
+    Functions in the module's attributes are included.
     """
     kind: Any = type(module)
     called = set(_called(kind))
@@ -133,7 +133,7 @@ def found_in(module: nn.Module) -> list[str]:
 
 
 def lines(module: nn.Module) -> list[str]:
-    """Return what :func:`lns_ops.summary` says of modules that multiply weights in float32."""
+    """Return the notes of :func:`lns_ops.summary` on modules that multiply weights in float32."""
     return [
         f"{name or '(root)'} is left out and computes products itself ({', '.join(found)}): those"
         " with weights stay float32; count them with lns_ops.float32_products"
@@ -143,7 +143,7 @@ def lines(module: nn.Module) -> list[str]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[misc]
-    """The context that notes which tensors are made of parameters and buffers alone."""
+    """The context that tracks which tensors are computed only from parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
                 self._keep(x, name)
 
     def _keep(self, x: Tensor, name: str) -> None:
-        """Note whose values ``x`` has; it is held, as memory that is freed would be used anew."""
+        """Note that ``x`` has these values; keep it alive, so that its memory is not reused."""
         self._names[x.untyped_storage().data_ptr()] = name
         self._kept.append(x)
 
@@ -178,7 +178,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _looks_up(leaves: list[Tensor], floats: list[Tensor]) -> bool:
-    """Return whether integers select rows of a matrix, as an embedding's do: not a weight then."""
+    """Return whether integers select rows of a matrix, so it is an embedding, not a weight."""
     selects = any(not x.is_floating_point() and x.dtype is not torch.bool for x in leaves)
     return selects and max(x.dim() for x in floats) < 3
 
@@ -187,18 +187,25 @@ def _is_float(x: Any) -> bool:
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.is_floating_point()
-        and x.layout is torch.strided  # others have no storage
+        and x.layout is torch.strided  # other layouts have no storage
     )
 
 
 @contextmanager
 def float32_products(module: nn.Module) -> Iterator[Counter[str]]:
-    """Count the products in float32 that parameters of ``module`` take part in, by parameter.
+    """Count the float32 products in which parameters of ``module`` take part, by parameter.
 
+    >>> class Scores(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.ones(4, 2))
+    ...     def forward(self, x):
+    ...         return x @ self.w
+    >>> model = Scores()
     >>> with float32_products(model) as found:
-    ...     model(x)
+    ...     y = model(torch.ones(3, 4))
     >>> found
-    Counter({'adapter.base.weight': 1})
+    Counter({'w': 1})
     """
     with _Watch(module) as watch:
         yield watch.found

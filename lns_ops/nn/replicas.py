@@ -1,13 +1,13 @@
-"""Refusal of torch's DistributedDataParallel where it goes on with parameters that are no more.
+"""Reject torch's DistributedDataParallel if it wraps parameters that were replaced later.
 
-It takes note of a module's parameters as it wraps it, and exchanges the gradients of those. A
-conversion that comes later puts others in their place, whose gradients stay on each process:
-training would go on, and the replicas drift apart. A wrapper within the module that is converted is
-refused at once. One around it cannot be seen from there, and may be about to be thrown away: it is
-refused in the first forward pass that goes through it.
+The wrapper records a module's parameters when it wraps the module, and exchanges the gradients of
+these. If a later conversion replaces the parameters, the new gradients stay on each process, and
+the replicas would drift apart silently. A wrapper inside the converted module is rejected at once.
+A wrapper around it cannot be seen from there and may not be used any more, so it is rejected in the
+first forward pass that goes through it.
 
-Limits: :func:`lns_ops.revert_` of all layers leaves none that looks; nor is compiled code looked
-at, nor a wrapper whose reducer is torch's compiled one.
+Limits: nothing is checked after :func:`lns_ops.revert_` of all layers, in compiled code, or if the
+wrapper's reducer is torch's compiled one.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from torch.nn.parallel import DistributedDataParallel
 from lns_ops._compat import active_replicas, replicated_parameters
 
 _checked: WeakSet[DistributedDataParallel] = WeakSet()
-"""The wrappers that know the parameters that their modules have."""
+"""The wrappers that were checked and have the current parameters of their modules."""
 
 
 def start_over() -> None:
-    """Look at each wrapper again: parameters were replaced."""
+    """Check each wrapper again, because parameters were replaced."""
     _checked.clear()
 
 
 def refuse_within(module: nn.Module) -> None:
-    """Refuse a module whose parameters DistributedDataParallel knows, as they would be replaced.
+    """Reject a module that contains a DistributedDataParallel, whose parameters would be replaced.
 
     Raises:
-        ValueError: there is a wrapper in it.
+        ValueError: there is a wrapper in the module.
     """
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise ValueError(
-            "DistributedDataParallel: would go on with the parameters that it wraps, and not with"
-            " the LNS ones that take their place; call convert_ first, then wrap the model by"
+            "DistributedDataParallel: would keep using the parameters that it wraps instead of"
+            " the LNS ones that replace them; call convert_ first, then wrap the model by"
             " lns_ops.distributed_data_parallel"
         )
 
 
 def refuse_around() -> None:
-    """Refuse a forward pass within a wrapper of parameters that were replaced since.
+    """Reject a forward pass within a wrapper whose parameters were replaced.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the forward pass runs within such a wrapper.
     """
     wrapper = active_replicas()
     if wrapper is None or wrapper in _checked:

@@ -1,26 +1,33 @@
-"""Simulated training in any number format: values on the format's grid, arithmetic in float32.
+"""Simulated training in any number format: values are rounded to the format, and the arithmetic is
+float32.
 
-:func:`simulate_` puts a module's parameters on the grid and hooks its layers, so that what goes
-into a layer with parameters and what comes out of any layer is rounded to the grid, activations on
-the way forward, gradients on the way back. Float inputs of a module with a forward of its own stay
-as they are, as in LNS, unless it multiplies by matrices of its own (``x @ self.w``). A product of
-grid values is summed in float32, which is what tensor cores do.
-:func:`lns_ops.optim.quantized_updates.quantize_updates_` does the rest: gradients of parameters are
-rounded before an optimizer's step, parameters after it.
+:func:`simulate_` rounds a module's parameters and hooks its layers. The hooks round inputs of
+layers with parameters and outputs of all layers: activations in the forward pass, gradients in the
+backward pass. A module with its own forward keeps float inputs, as in LNS, unless it multiplies by
+its own matrices (``x @ self.w``). Products are summed in float32, as tensor cores do.
+:func:`lns_ops.optim.quantized_updates.quantize_updates_` adds the rest: it rounds gradients of
+parameters before an optimizer step, and parameters after it.
 
-*Simulated* means that memory and time are float32's: what is studied is accuracy. Limits: what a
-module computes between its submodules (a residual addition, a functional call) stays float32 until
-it enters or leaves a layer; layers that call no ``forward`` of their children
-(``nn.MultiheadAttention``'s output projection) are rounded at their own border only; losses are
-float32. Linear layers in ``float8_e4m3fn`` on a GPU that has them (Hopper) really multiply in 8
-bits, see :mod:`lns_ops.nn.float8_linear`. With an :class:`~lns_ops.formats.Accumulation` the sums
-of linear layers and convolutions are rounded as they grow
-(:mod:`lns_ops.nn.products.rounded_sums`).
+>>> import torch
+>>> from lns_ops import formats
+>>> net = simulate_(torch.nn.Linear(4, 2), "float8_e4m3fn", gradient_format="float8_e5m2")
+>>> y = net(torch.ones(3, 4))
+>>> torch.equal(y, formats.parse("float8_e4m3fn").quantize(y))
+True
 
-*Loss scaling.* float16 gradients below 2^-24 vanish. Scaling the loss by S, which scales every
-gradient, moves them into range; here gradients are rounded as ``q(S g) / S``, the same values. S is
-dynamic as in torch.amp.GradScaler: halved after an overflow, whose step changes no weight, doubled
-after 2,000 steps without one.
+*Simulated* training needs as much memory and time as float32; it studies accuracy. Limits: values
+that a module computes between its submodules (a residual addition, a functional call) stay float32
+until they enter or leave a layer. Layers that do not call ``forward`` of their children
+(``nn.MultiheadAttention``'s output projection) are rounded only at their own inputs and outputs.
+Losses are float32. Linear layers in ``float8_e4m3fn`` really multiply in 8 bits on GPUs that
+support it (Hopper), see :mod:`lns_ops.nn.float8_linear`. With an
+:class:`~lns_ops.formats.Accumulation` the running sums of linear layers and convolutions are
+rounded, too (:mod:`lns_ops.nn.products.rounded_sums`).
+
+*Loss scaling.* float16 gradients below 2^-24 underflow. Multiplying the loss by S multiplies every
+gradient by S and moves it into range. Here gradients are rounded as ``q(S g) / S``, which gives the
+same values. S is dynamic as in torch.amp.GradScaler: it is halved after an overflow, whose step
+changes no weights, and doubled after 2,000 steps without overflow.
 """
 
 from __future__ import annotations
@@ -52,31 +59,31 @@ from lns_ops.tensor import LNSTensor
 INITIAL_LOSS_SCALE = 2.0**16
 GROWTH_INTERVAL = 2_000
 _EXACT = (nn.ReLU, nn.Flatten, nn.Unflatten, nn.Identity, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-"""The layers whose outputs are among their inputs, which are on the grid already."""
+"""Layers whose outputs are copies of their inputs, so they are already in the format."""
 _ROUNDED_SUMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: RoundedSumsLinear,
     nn.Conv1d: RoundedSumsConv1d,
     nn.Conv2d: RoundedSumsConv2d,
     nn.Conv3d: RoundedSumsConv3d,
 }
-"""The layer with rounded sums for each of torch's that there is one for."""
+"""The layer with rounded sums for each torch layer that has one."""
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {
     Float8Linear: nn.Linear,
     **{rounded: plain for plain, rounded in _ROUNDED_SUMS.items()},
 }
-"""Torch's layer for each that :func:`simulate_` puts in its place."""
+"""The torch layer for each layer that :func:`simulate_` substitutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The formats of a simulated layer: kept as its attribute ``simulation``.
+    """The formats of a simulated layer, stored as the layer's attribute ``simulation``.
 
     Attributes:
         format: format of parameters and activations.
         gradient_format: format of the gradients of both.
         accumulation: how products of linear layers and convolutions are summed; None for float32.
-        root: the module that :func:`simulate_` was called with; it has the buffers ``loss_scale``
-            and ``growth_tracker`` if gradients are scaled.
+        root: the module that was passed to :func:`simulate_`; if gradients are scaled, it has the
+            buffers ``loss_scale`` and ``growth_tracker``.
     """
 
     format: NumberFormat
@@ -90,7 +97,7 @@ class Simulation:
         return self.gradient_format.overflows
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Round ``grad`` to its grid, scaled meanwhile if gradients are scaled; differentiable."""
+        """Round ``grad`` to the gradient format, with loss scaling if enabled; differentiable."""
         if torch.is_grad_enabled():
             return _quantized_gradient(grad, self)
         return self.rounded_gradient(grad)
@@ -103,7 +110,7 @@ class Simulation:
         return self.gradient_format.quantize(grad * scale) / scale
 
     def through(self, x: Any) -> Any:
-        """Round ``x`` to the grid, and its gradient to the gradients' grid."""
+        """Round ``x`` to the format, and its gradient to the gradient format."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         refuse_distributed(x)
@@ -111,10 +118,10 @@ class Simulation:
 
 
 class _Quantize(torch.autograd.Function):
-    """The rounding of values forward and of gradients backward.
+    """Round values in the forward pass and gradients in the backward pass.
 
-    The derivative of rounding is taken to be 1 (Y. Bengio et al. 2013, arXiv:1308.3432), in the
-    backward pass of a backward pass (``create_graph=True``) as well.
+    The derivative of rounding is taken to be 1 (Y. Bengio et al. 2013, arXiv:1308.3432), also in
+    double backward (``create_graph=True``).
     """
 
     generate_vmap_rule = True
@@ -133,7 +140,7 @@ class _Quantize(torch.autograd.Function):
 
 
 class _QuantizeGradient(_Quantize):
-    """The rounding of a gradient, whose own gradient is rounded alike."""
+    """Round a gradient, and the gradient of the gradient in the same way."""
 
     @staticmethod
     def forward(x: Tensor, simulation: Simulation) -> Tensor:
@@ -173,12 +180,12 @@ class _Outputs:
 
 
 def _check_dtype(layer: str, parameter: Tensor, fmt: NumberFormat) -> None:
-    """Refuse parameters of another float dtype, as after ``module.double()``."""
+    """Reject parameters that are not float32, for example after ``module.double()``."""
     if parameter.is_floating_point() and parameter.dtype != torch.float32:
         raise ValueError(
-            f"parameter of {layer} in simulated {fmt}: is {parameter.dtype}, and values on a"
-            " format's grid are kept as float32; call module.float(), in place of double(), half(),"
-            " bfloat16() or to(dtype)"
+            f"parameter of {layer} in simulated {fmt}: is {parameter.dtype}, but the values of a"
+            " simulated format are stored as float32; call module.float() instead of double(),"
+            " half(), bfloat16() or to(dtype)"
         )
 
 
@@ -193,7 +200,7 @@ def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def layer_names(names: list[str]) -> str:
-    """Describe the layers that there are, for an error message."""
+    """List the layer names for an error message."""
     shown = ", ".join(repr(name) for name in names[:20]) or "none"
     return (
         f"there are {shown}{f' and {len(names) - 20} more' if len(names) > 20 else ''} ('' is the"
@@ -204,11 +211,11 @@ def layer_names(names: list[str]) -> str:
 def _chosen(
     module: nn.Module, fmt: NumberFormat, filter_fn: Callable[[nn.Module, str], bool] | None
 ) -> list[tuple[str, nn.Module]]:
-    """Return the layers that a filter chooses.
+    """Return the layers that a filter selects.
 
     Raises:
-        ValueError: it chooses none, one in a format already, one without parameters so far, or one
-            whose parameters are no float32.
+        ValueError: it selects no layer, or a layer that is in a number format already, has
+            uninitialized (lazy) parameters, or has parameters that are not float32.
     """
     owners = _owners(module)
     layers = [
@@ -231,15 +238,15 @@ def _chosen(
 
 
 def refuse_lazy(name: str, layer: nn.Module) -> None:
-    """Refuse a layer that makes its parameters when it is called for the first time.
+    """Reject a lazy layer, which creates its parameters in its first call.
 
     Raises:
-        ValueError: it has not been.
+        ValueError: the layer has not been called yet.
     """
     if any(is_lazy(p) for p in layer.parameters(recurse=False)):
         raise ValueError(
             f"layer {name or '(root)'!r} is a {type(layer).__name__} without parameters so far: run"
-            " a batch through the module first, which makes them"
+            " a batch through the module first, which creates them"
         )
 
 
@@ -252,24 +259,26 @@ def simulate_(
     accumulation: Accumulation | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """Put ``module`` into a number format: parameters now, activations and gradients when computed.
+    """Train ``module`` in a number format: round parameters now, and activations and gradients
+    during training.
 
     Args:
-        module: any torch module of float32 parameters.
+        module: any torch module with float32 parameters.
         fmt: the format, or its name (:func:`lns_ops.formats.parse`).
-        gradient_format: format of gradients that need another (``float8_e5m2`` for its range);
-            None for ``fmt``.
+        gradient_format: another format for gradients (``float8_e5m2`` for its range); None for
+            ``fmt``.
         accumulation: how products of linear layers and convolutions, forward and backward, are
-            summed; None for float32. Other layers with products are refused then.
-        filter_fn: ``filter_fn(layer, name)``: which layers; None for all.
+            summed; None for float32. Other layers with products are rejected then.
+        filter_fn: ``filter_fn(layer, name)`` returns whether to convert a layer; None for all.
 
     Returns:
         ``module``, which takes and returns float tensors. Its optimizer needs
             :func:`lns_ops.optim.quantized_updates.quantize_updates_`.
 
     Raises:
-        ValueError: no such format, a filter that matches no layer, a layer that is in one already,
-            or one whose sums ``accumulation`` cannot round; nothing has changed then.
+        ValueError: unknown format, a filter that matches no layer, a layer that is in a number
+            format already, or one whose sums ``accumulation`` cannot round. The module is unchanged
+            then.
     """
     chosen_format = parse(fmt) if isinstance(fmt, str) else fmt
     chosen_gradient = chosen_format if gradient_format is None else gradient_format
@@ -285,7 +294,7 @@ def simulate_(
         module.register_buffer("loss_scale", torch.tensor(INITIAL_LOSS_SCALE, device=device))
         module.register_buffer("growth_tracker", torch.zeros((), dtype=torch.int32, device=device))
     for each in (chosen_format, gradients):
-        each.quantize(torch.zeros(1, 1))  # computes its constants, which a compiler cannot trace
+        each.quantize(torch.zeros(1, 1))  # computes constants that a compiler cannot trace
     for _, layer in layers:
         _attach(layer, simulation)
     without_nested_tensors(module)
@@ -293,13 +302,13 @@ def simulate_(
 
 
 def _refuse_other_products(layers: list[tuple[str, nn.Module]]) -> None:
-    """Refuse layers that compute products and have no form with rounded sums."""
+    """Reject layers with products that have no form with rounded sums."""
     for name, layer in layers:
         others = multiplies(layer) or own_products.found_in(layer)
         if type(layer) not in _ROUNDED_SUMS and others:
             raise ValueError(
                 f"accumulation with layer {name or '(root)'!r}, a {type(layer).__name__}: only the"
-                " sums of nn.Linear and nn.Conv1d to 3d can be rounded; leave accumulation out, or"
+                " sums of nn.Linear and nn.Conv1d to 3d can be rounded; drop accumulation, or keep"
                 " this layer in float32 with filter_fn"
             )
 
@@ -321,11 +330,11 @@ def _attach(layer: nn.Module, simulation: Simulation) -> None:
 
 
 def _keeps_floats(layer: nn.Module) -> bool:
-    """Return whether a layer's code takes its float inputs as they are.
+    """Return whether a layer gets its float inputs unrounded.
 
-    Code outside of torch may compute with positions or times, as in LNS
-    (:mod:`lns_ops.tensor.promotion`). Where it multiplies by matrices of its own, products of LNS
-    would encode the inputs, so here they are rounded first.
+    Code outside torch may compute with positions or times, as in LNS
+    (:mod:`lns_ops.tensor.promotion`). If the layer multiplies by its own matrices, the inputs are
+    rounded, because in LNS its products would encode them.
     """
     has_matrix = any(p.dim() > 1 for p in layer.parameters(recurse=False))
     multiplies_itself = has_matrix and bool(own_products.found_in(layer))
@@ -333,7 +342,7 @@ def _keeps_floats(layer: nn.Module) -> bool:
 
 
 def stop_(module: nn.Module) -> nn.Module:
-    """Undo :func:`simulate_`: remove the hooks; parameters keep the values that they have."""
+    """Undo :func:`simulate_`: remove the hooks; parameters keep their current values."""
     for layer in module.modules():
         if not hasattr(layer, "simulation"):
             continue
@@ -349,9 +358,8 @@ def stop_(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def update_loss_scale_(root: nn.Module, finite: Tensor) -> None:
-    """Make one step of dynamic loss scaling.
-
-    Halve the scale after an overflow, double it after :data:`GROWTH_INTERVAL` good steps.
+    """Make one step of dynamic loss scaling: halve the scale after an overflow, double it after
+    :data:`GROWTH_INTERVAL` good steps.
     """
     scale, tracker = root.get_buffer("loss_scale"), root.get_buffer("growth_tracker")
     good = torch.where(finite, tracker + 1, torch.zeros_like(tracker))

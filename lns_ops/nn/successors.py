@@ -1,9 +1,9 @@
-"""Parameters that take the place of others when a module is converted or reverted.
+"""Parameters that replace others when a module is converted or reverted.
 
-A parameter's format is part of its type, so a conversion makes new ones. They take over attributes
-and hooks, and the places of the old ones in containers that the module keeps. What
-``load_state_dict(..., assign=True)`` puts in the place of a converted module's parameter becomes of
-its kind, as what is copied into it does.
+A parameter's format is part of its type, so a conversion creates new parameters. They take over
+attributes and hooks of the old ones, and replace them in containers that the module holds.
+``load_state_dict(..., assign=True)`` encodes or decodes the assigned tensors, so a parameter stays
+LNS or float32, as without ``assign``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from lns_ops.tensor import LNSTensor
 
 
 def successor(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return the parameter of these values that takes another's place: its attributes and hooks.
+    """Return a parameter with these values that replaces another, with its attributes and hooks.
 
-    A gradient that reaches the old one raises: something kept it and would train it alone.
+    A gradient that reaches the old parameter raises, because some code still holds it and would
+    train it instead of the new one.
     """
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     own = ("codes", "fmt")
@@ -37,13 +38,13 @@ def _refuse_gradient(grad: Tensor) -> NoReturn:
     raise ValueError(
         f"gradient of shape {tuple(grad.shape)} for a parameter that convert_ or revert_ replaced:"
         " something kept the old one (a list, a closure, a layer tied to it), which would be"
-        " trained in place of the network's own; convert tied layers in one call, and take"
+        " trained instead of the network's own; convert tied layers in one call, and take"
         " parameters from the module after the conversion, as attributes or by module.parameters()"
     )
 
 
 def keep_kinds(layer: nn.Module) -> None:
-    """Have parameters that are assigned to a converted layer be in LNS or not, as those before."""
+    """Make assignments to a converted layer's parameters keep their kind, LNS or float32."""
     remove_loading_hooks(layer, _of_its_kind)
     layer.register_load_state_dict_pre_hook(_of_its_kind)
 
@@ -56,7 +57,7 @@ def forget_kinds(layer: nn.Module) -> None:
 def _of_its_kind(
     layer: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Encode or decode what is about to be assigned to parameters."""
+    """Encode or decode tensors before they are assigned to parameters."""
     if not metadata.get("assign_to_params_buffers", False):
         return
     for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
@@ -71,7 +72,7 @@ def _of_its_kind(
 
 
 def follow(module: nn.Module, successors: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Put successors in the place of parameters that lists, dictionaries, ... of a module hold."""
+    """Replace old parameters in lists, dictionaries, ... of a module by their successors."""
     if not successors:
         return
     replicas.start_over()
@@ -85,12 +86,12 @@ def follow(module: nn.Module, successors: dict[nn.Parameter, nn.Parameter]) -> N
 
 
 def _followed(value: Any, successors: dict[nn.Parameter, nn.Parameter], seen: set[int]) -> Any:
-    """Return what takes a value's place: itself, where it holds none of the parameters.
+    """Return the replacement for a value, or the value itself if it contains no old parameter.
 
     Args:
-        value: an attribute, or what one holds.
-        successors: parameters by those that they take the place of.
-        seen: the ids of lists and dictionaries that were walked, which may hold themselves.
+        value: an attribute, or an item of a container.
+        successors: new parameters by old ones.
+        seen: ids of lists and dictionaries that were visited, because they may contain themselves.
     """
     if isinstance(value, nn.Parameter):
         return successors.get(value, value)

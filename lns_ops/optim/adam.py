@@ -28,23 +28,26 @@ class Adam(LNSOptimizer):
         w += -lr correction exp_avg / (root + eps_hat)
 
     with ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)`` and ``eps_hat = eps sqrt(1 - beta2^t)``
-    after t steps, which is torch.optim.Adam's update. In LNS the gain ``1 - beta1^t`` is that of
-    the beta1 that the format has (:func:`lns_ops.spec.reference_updates.gain`). An LNS parameter
-    keeps the *root* of the second moment, whose logarithm needs half the range, and 16 bits below
-    its ulp: with beta2 = 0.999 the moment moves by a twentieth of an ulp a step at f = 6 and would
-    otherwise never move. With stochastic rounding those bits round at random instead (which makes
-    the root about one ulp too large at f = 6, half of it at f = 7).
+    after t steps, which is torch.optim.Adam's update. In LNS beta1 is rounded to the format, and
+    ``1 - beta1^t`` is computed for the rounded beta1
+    (:func:`lns_ops.spec.reference_updates.gain`).
+
+    An LNS parameter stores the *root* of the second moment, because its logarithm needs half the
+    range, and 16 more bits below the ulp. With beta2 = 0.999 the moment changes by a twentieth of
+    an ulp a step at f = 6, so without these bits it would never change. With stochastic rounding
+    the root is rounded at random instead, which makes it about one ulp too large at f = 6 and half
+    an ulp at f = 7.
 
     Args:
         params: LNSTensor or float parameters, or groups of them as in torch.optim.
         lr: step size, at least 0.
         betas: decays of the two averages, in [0, 1) and [10^-6, 1).
-        eps: added to the root; for an LNS parameter at least its format's smallest magnitude, which
-            it takes instead.
+        eps: added to the root; for an LNS parameter it is raised to the format's smallest magnitude
+            if it is smaller.
         weight_decay: at least 0; L2, added to the gradient.
         kahan_sum, stochastic_rounding, seed, arithmetic, maximize: as for :class:`SGD`.
-        amsgrad: divide by the largest root so far (S. Reddi et al. 2018, arXiv:1904.09237);
-            composed of the same operations in the same order, not fused.
+        amsgrad: divide by the largest root so far (S. Reddi et al. 2018, arXiv:1904.09237); the
+            same operations in the same order, but not fused.
 
     State per LNS parameter: ``step`` (int64), ``exp_avg``, ``root_exp_avg_sq``, ``root_residue``
     (int16, in 2^-16 ulps; without stochastic rounding), ``compensation``; per float parameter
@@ -55,6 +58,12 @@ class Adam(LNSOptimizer):
             parameter's format.
 
     Source: D. Kingma, J. Ba, "Adam", 2015 (arXiv:1412.6980).
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = Adam(model.parameters(), lr=1e-2, kahan_sum=True)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     def __init__(
@@ -160,7 +169,8 @@ class AdamW(Adam):
 
     ``w += -lr (correction exp_avg / (root + eps_hat) + weight_decay w)``.
 
-    Arguments, state and errors are those of :class:`Adam`; ``weight_decay`` is 0.01 unless given.
+    Arguments, state and errors are the same as for :class:`Adam`; ``weight_decay`` defaults to
+    0.01.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", 2019
     (arXiv:1711.05101).
@@ -193,9 +203,8 @@ class AdamW(Adam):
 def _adam_float(
     parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], decoupled: bool
 ) -> None:
-    """Update by torch.optim.Adam's equations in operations that a CUDA graph can capture.
-
-    The sum takes Kahan compensation if asked for.
+    """Update by torch.optim.Adam's equations, with operations that a CUDA graph can capture and
+    optional Kahan compensation.
     """
     assert parameter.grad is not None
     grad, (beta1, beta2), decay = parameter.grad, group["betas"], group["weight_decay"]

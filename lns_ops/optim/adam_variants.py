@@ -75,7 +75,7 @@ class NAdam(WithBetas):
     Args:
         params, lr, betas, eps, weight_decay, rounding: as for :class:`Adamax`.
         momentum_decay: at least 0.
-        decoupled_weight_decay: decay the weight beside the gradient, as AdamW.
+        decoupled_weight_decay: use decoupled weight decay, as AdamW does.
 
     State: ``step``, ``mu_product`` (float64), ``exp_avg``; ``exp_avg_sq`` (float parameters) or its
     root and residue.
@@ -116,7 +116,7 @@ class NAdam(WithBetas):
         unbiased = (1 - beta2**x.steps).sqrt()
         grad = x.decayed(0.0 if decoupled else decay)
         average, root = x.average("exp_avg", grad, beta1), x.root_average("exp_avg_sq", grad, beta2)
-        share = (1 - beta1**x.steps) / x.gain(beta1)  # 1 where nothing rounds beta1
+        share = (1 - beta1**x.steps) / x.gain(beta1)  # 1 if beta1 is exact in the format
         direction = x.add(
             x.mul(grad, x.scalar(unbiased * (1 - now) / (1 - product))),
             x.mul(average, x.scalar(unbiased * after / (1 - product * after) * share)),
@@ -128,7 +128,7 @@ class NAdam(WithBetas):
 class RAdam(WithBetas):
     """Adam whose first steps are SGD with momentum; torch.optim.RAdam's update.
 
-    The first steps are those in which the variance of the root is not known.
+    RAdam takes SGD steps until the variance of the root can be estimated.
 
     ::
 
@@ -144,10 +144,10 @@ class RAdam(WithBetas):
 
     Args:
         params, lr, betas, eps, weight_decay, rounding: as for :class:`Adamax`.
-        decoupled_weight_decay: decay the weight beside the gradient, as AdamW.
-        grad_scale: how many times too large the gradient is, as that of a loss summed over so many
-            examples. The first steps, which are in proportion to it, are divided by that; others do
-            not depend on it.
+        decoupled_weight_decay: use decoupled weight decay, as AdamW does.
+        grad_scale: factor by which the gradient is too large, for example the batch size if the
+            loss is a sum. The first steps are proportional to the gradient, so they are divided by
+            it. Later steps do not depend on it.
 
     State: ``step``, ``exp_avg``; ``exp_avg_sq`` (float parameters) or its root and residue.
 
@@ -222,6 +222,11 @@ class Lion(WithBetas):
             parameter's format.
 
     Source: X. Chen et al. 2023 (arXiv:2302.06675).
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = Lion(model.parameters(), lr=1e-4, kahan_sum=True)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     _decoupled = True

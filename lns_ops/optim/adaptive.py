@@ -1,8 +1,8 @@
 """Optimizers that adapt to each weight's gradients: RMSprop, Adagrad, Adadelta, Rprop, and ASGD.
 
-Equations are evaluated in the order written, one LNS operation each for LNS parameters (float ones:
-torch's operations). ``root(v)`` is the root of a second moment, kept with 16 bits below the ulp;
-``eps`` is at least the format's smallest magnitude.
+Equations are evaluated in the order written. For LNS parameters each operation is one LNS
+operation, for float parameters a torch operation. ``root(v)`` is the root of a second moment,
+stored with 16 more bits below the ulp; ``eps`` is at least the format's smallest magnitude.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RMSprop(ComposedOptimizer):
     ``grad_avg``, ``momentum_buffer``.
 
     Raises:
-        ValueError: a value out of range, or one that underflows, or a decay of signed numbers that
-            rounds to 1, in a parameter's format.
+        ValueError: a value is out of range or underflows in a parameter's format, or ``momentum``
+            (or ``alpha`` with ``centered``) rounds to 1 in it.
 
     Source: T. Tieleman, G. Hinton, lecture 6.5, 2012; A. Graves 2013 (arXiv:1308.0850) for the
     centred form.
@@ -119,8 +119,8 @@ class Adagrad(ComposedOptimizer):
         root = root(v + g^2)                     v begins with initial_accumulator_value
         w += -lr ((g / (root + eps)) / (1 + (t - 1) lr_decay))
 
-    ``v`` grows and one more square becomes less than half an ulp of it (at f = 6 after 45 steps),
-    which the bits below the ulp keep.
+    As ``v`` grows, one more square becomes less than half an ulp of it (at f = 6 after 45 steps).
+    The bits below the ulp keep such squares.
 
     Args:
         params, lr, eps, weight_decay, rounding: as for :class:`RMSprop`.
@@ -272,21 +272,21 @@ class Rprop(ComposedOptimizer):
 
 
 class ASGD(ComposedOptimizer):
-    """SGD whose weights' average is kept beside them; the update is torch.optim.ASGD's.
+    """SGD with an average of the weights; the update is torch.optim.ASGD's.
 
     ::
 
         eta = lr / (1 + lambd lr (t - 1))^alpha,  mu = 1 / max(1, t - 1 - t0)
         g = (grad + weight_decay w) + lambd w
         w += -lr (g (eta / lr))
-        ax += mu (w - ax)                                    compensated by Kahan's sum in LNS; w
+        ax += mu (w - ax)                                    with Kahan compensation in LNS; w
                                                              itself while mu = 1
 
     Args:
         params, lr, weight_decay, rounding: as for :class:`RMSprop`.
         lambd: decay, at least 0.
         alpha: how fast the rate falls, at least 0.
-        t0: step from which on weights are averaged.
+        t0: number of steps before averaging starts.
 
     State: ``step``, ``ax`` (the average), ``ax_compensation`` of LNS parameters.
 

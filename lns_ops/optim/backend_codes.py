@@ -1,4 +1,4 @@
-"""ParameterMath of LNS parameters, in LNS operations or in float32 operations on decoded codes."""
+"""ParameterMath for LNS parameters: LNS operations, or float32 operations on decoded codes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 @lru_cache(maxsize=256)
 def decay_codes(beta: float, name: str, fmt: LNSFormat) -> tuple[int, int]:
-    """Return the codes of a decay and of 1 less the decay that the format has.
+    """Return the code of a decay and the code of 1 minus the rounded decay.
 
     Raises:
-        ValueError: the decay underflows, or rounds to 1: an average would never forget.
+        ValueError: the decay underflows, or it rounds to 1, so that an average would never forget.
     """
     code = scalar_code(name, beta, fmt)
     held = float(lns.decode(torch.tensor(code, dtype=torch.int16), fmt, torch.float64))
@@ -45,10 +45,10 @@ def decay_codes(beta: float, name: str, fmt: LNSFormat) -> tuple[int, int]:
 
 
 class Codes(ParameterMath):
-    """The numbers of an LNS parameter: every operation is one LNS operation on codes.
+    """Operations on an LNS parameter: each is one LNS operation on codes.
 
     Attributes:
-        fmt: their format.
+        fmt: the parameter's format.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Codes(ParameterMath):
     def lion(self, name: str, betas: tuple[float, float], decay: float) -> Tensor:
         """Return ``sign(blend(state, grad, beta1)) + decay weight``.
 
-        The state's average then moves with beta2.
+        Then update the average in the state with beta2.
         """
         forward, kept = (decay_codes(beta, "beta", self.fmt) for beta in betas)
         code = self.plain(decay, "weight_decay")
@@ -210,9 +210,8 @@ class Codes(ParameterMath):
         factor: Tensor | None = None,
         bound: float | None = None,
     ) -> Tensor:
-        """Return ``(g / (root + eps)) factor``, at most ``bound``.
-
-        ``g = decayed(decay)``; the root follows it first.
+        """Update the root with ``g = decayed(decay)`` and return ``(g / (root + eps)) factor``,
+        at most ``bound``.
         """
         root, residue = self.get(f"root_{name}"), self.get(f"root_{name}_residue")
         return directions.normed(
@@ -229,15 +228,13 @@ class Codes(ParameterMath):
 
 
 class Decoded(Floats):
-    """The numbers of an LNS parameter whose update computes in float32.
+    """Operations on an LNS parameter in float32: codes are decoded when read, rounded when stored.
 
-    Codes are decoded when read and rounded when stored.
-
-    As in :func:`lns_ops.reference.sgd_update_float32` and
-    :func:`~lns_ops.reference.adam_update_float32`: every operation is one of float32, what is
-    stored is what the step goes on with, but rounded to the format, and what leaves float32 is its
-    largest number. State has the names that :class:`Codes` gives it; a residue holds codes, those
-    of what the stored number lacks.
+    They follow :func:`lns_ops.reference.sgd_update_float32` and
+    :func:`~lns_ops.reference.adam_update_float32`: every operation is a float32 operation. A stored
+    value is rounded to the format, and the step continues with the rounded value. Values beyond
+    float32's range are clamped to its largest number. The state has the same names as for
+    :class:`Codes`; a residue holds the code of the rounding error of the stored value.
     """
 
     def __init__(
@@ -319,7 +316,7 @@ class Decoded(Floats):
         return Logarithmic(self._fmt).encode(_inside(x), bits).codes
 
     def _whole(self, name: str, residue: str = "") -> Tensor:
-        """Return the state plus its residue, which is what the stored number lacks."""
+        """Return the state plus its residue, the rounding error of the stored value."""
         return self.get(name) + self.get(residue or f"{name}_residue")
 
     def _put_whole(self, name: str, value: Tensor, residue: str = "") -> Tensor:
@@ -329,14 +326,14 @@ class Decoded(Floats):
 
 
 def _inside(x: Tensor) -> Tensor:
-    """Return ``x`` clamped to float32's largest number, so that an overflow makes no NaN later."""
+    """Return ``x`` clamped to float32's largest number, so that an overflow causes no NaN later."""
     return x.clamp(_FLOAT32.min, _FLOAT32.max)
 
 
 def math_of(
     parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
 ) -> ParameterMath:
-    """Return the numbers of a parameter that has a gradient."""
+    """Return the operations for a parameter that has a gradient."""
     if not isinstance(parameter, LNSTensor):
         return Floats(parameter, state, group, key)
     return (Decoded if group["arithmetic"] == "float32" else Codes)(parameter, state, group, key)

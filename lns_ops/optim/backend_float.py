@@ -1,4 +1,4 @@
-"""ParameterMath of float parameters: torch operations."""
+"""ParameterMath for float parameters: torch operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lns_ops.optim.base import add_float
 
 
 class Floats(ParameterMath):
-    """The numbers of a float parameter: torch operations that a CUDA graph can capture."""
+    """Operations on a float parameter: torch operations that a CUDA graph can capture."""
 
     def __init__(
         self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None

@@ -1,22 +1,23 @@
-"""One parameter's numbers, LNS codes or floats, behind one interface for all optimizers.
+"""One interface for operations on a parameter, LNS codes or floats, for all optimizers.
 
-An optimizer is so written once, as a sequence of operations.
+An optimizer is written once, as a sequence of these operations. There are three implementations:
 
-The operations of :class:`~lns_ops.optim.backend_codes.Codes` are those of :mod:`lns_ops.functional`
-on int16 codes, each an LNS operation of its own (rounded once), on any device with the same bits;
-those of :class:`~lns_ops.optim.backend_float.Floats` are torch's;
-:class:`~lns_ops.optim.backend_codes.Decoded` takes these in float32 and codes for what is kept from
-step to step. An optimizer composed of them *is* its own reference: the order in which it calls them
-is the contract.
+- :class:`~lns_ops.optim.backend_codes.Codes` uses the LNS operations of :mod:`lns_ops.functional`
+  on int16 codes. Each is rounded once and gives the same bits on any device.
+- :class:`~lns_ops.optim.backend_float.Floats` uses torch operations.
+- :class:`~lns_ops.optim.backend_codes.Decoded` uses torch operations in float32, and codes for
+  values that are kept between steps.
 
-Averages that move by less than half an ulp a step would freeze. So what an LNS parameter keeps of a
-second moment is its *root* (half the range) with 16 bits below the ulp in a residue
-(:mod:`lns_ops.optim.moments`), as in :class:`lns_ops.optim.Adam`. Fresh state is zero everywhere: a
-CUDA graph is captured on zeroed state.
+The composed optimizer *is* its own reference: the order of the operations is the contract.
 
-Scalars that depend on the step are float64 tensors on the parameter's device, encoded once; so a
-captured graph goes on counting. A device whose float64 power differs in its last of 53 bits can
-round such a scalar to the other code, about once in 10^12 steps.
+An average that moves by less than half an ulp a step would freeze. So for a second moment an LNS
+parameter keeps its *root* (half the range), with 16 bits below the ulp in a residue
+(:mod:`lns_ops.optim.moments`), as in :class:`lns_ops.optim.Adam`. New state is zero everywhere,
+because a CUDA graph is captured on zeroed state.
+
+Scalars that depend on the step are float64 tensors on the parameter's device, encoded once, so a
+captured graph continues to count steps. If a device's float64 power differs in its last of 53 bits,
+such a scalar can be rounded to the neighbouring code, about once in 10^12 steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lns_ops.tensor import LNSTensor
 
 
 class ParameterMath(ABC):
-    """A parameter, its gradient and its state as plain tensors, and the operations on them.
+    """A parameter, its gradient and its state as plain tensors, with operations on them.
 
     Attributes:
         weight, grad: int16 codes or floats, of the parameter's shape.
@@ -57,9 +58,9 @@ class ParameterMath(ABC):
         return self.step.double()
 
     def get(self, name: str) -> Tensor:
-        """Return the state of that name, at first zeros of the parameter's format and shape.
+        """Return the state ``name``; initially zeros of the parameter's format and shape.
 
-        Only :meth:`put` may change it.
+        Change it only with :meth:`put`.
         """
         zeros(self._state, self._parameter, name)
         value: Tensor = self._state[name]
@@ -70,31 +71,31 @@ class ParameterMath(ABC):
         return self.get(name).copy_(value)
 
     def first(self, start: Tensor | float, value: Tensor) -> Tensor:
-        """Return ``start`` in the first step, later ``value``.
+        """Return ``start`` in the first step and ``value`` later.
 
-        A start on the host must be a Python number, which a graph can capture.
+        A start on the host must be a Python number, so that a graph can capture it.
         """
         return torch.where(self.step == 1, start, value)
 
     @abstractmethod
     def number(self, value: float, name: str = "") -> Any:
-        """Return a constant in the parameter's format; ``name`` is what an error calls it."""
+        """Return a constant in the parameter's format; error messages call it ``name``."""
 
     def plain(self, value: float, name: str = "") -> Any:
         """Return :meth:`number` as a Python number.
 
-        Selections take it also while a CUDA graph is captured.
+        It can be used in selections even while a CUDA graph is captured.
         """
         made = self.number(value, name)
         return int(made) if isinstance(made, Tensor) else made
 
     @abstractmethod
     def scalar(self, value: Tensor) -> Tensor:
-        """Return a float64 0-dim tensor in the parameter's format."""
+        """Round a float64 0-dim tensor to the parameter's format."""
 
     @abstractmethod
     def at_least_smallest(self, value: Tensor) -> Tensor:
-        """Return :meth:`scalar` of a positive number, the smallest magnitude if it underflows."""
+        """Return :meth:`scalar` of a positive number, at least the format's smallest magnitude."""
 
     @abstractmethod
     def add(self, x: Any, y: Any) -> Tensor:
@@ -126,19 +127,19 @@ class ParameterMath(ABC):
 
     @abstractmethod
     def clamp(self, x: Tensor, low: Any, high: Any) -> Tensor:
-        """Clamp ``x`` between two numbers of the host."""
+        """Clamp ``x`` between two Python numbers."""
 
     def average(self, name: str, x: Tensor, beta: float) -> Tensor:
-        """Move ``state = beta state + (1 - beta) x`` and return it.
+        """Update ``state = beta state + (1 - beta) x`` and return it.
 
-        In LNS it takes the beta that the format has, so that its gain is 1.
+        In LNS beta is rounded to the format first, so that the gain of the average is 1.
         """
         return self.put(name, self.blend(self.get(name), x, beta))
 
     def gain(self, beta: float) -> Tensor:
-        """Return what :meth:`average` of a constant 1 holds after this step, float64.
+        """Return the :meth:`average` of a constant 1 after this step, float64.
 
-        It is ``1 - beta^t``; in LNS it takes the factors that the format has.
+        It is ``1 - beta^t``; in LNS it is computed with the rounded factors.
         """
         return 1 - beta**self.steps
 
@@ -148,19 +149,19 @@ class ParameterMath(ABC):
 
     @abstractmethod
     def root_average(self, name: str, x: Tensor, beta: float) -> Tensor:
-        """Move ``state = beta state + (1 - beta) x^2`` and return its root."""
+        """Update ``state = beta state + (1 - beta) x^2`` and return its root."""
 
     @abstractmethod
     def root(self, name: str) -> Tensor:
-        """Return the root that :meth:`root_average` left."""
+        """Return the current root of :meth:`root_average`."""
 
     @abstractmethod
     def root_sum(self, name: str, x: Tensor, start: float = 0.0) -> Tensor:
-        """Move ``state = state + x^2``, which begins with ``start``, and return its root."""
+        """Update ``state = state + x^2``, which starts from ``start``, and return its root."""
 
     @abstractmethod
     def largest(self, name: str, x: Tensor, beta: float) -> Tensor:
-        """Move ``state = max(beta state, |x|)`` and return it."""
+        """Update ``state = max(beta state, |x|)`` and return it."""
 
     @abstractmethod
     def hypotenuse(self, x: Tensor, y: float) -> Tensor:
@@ -172,29 +173,29 @@ class ParameterMath(ABC):
 
     @abstractmethod
     def follow(self, name: str, target: Tensor, factor: Tensor) -> None:
-        """Move ``state += factor (target - state)``, the sum compensated.
+        """Update ``state += factor (target - state)`` with Kahan compensation.
 
-        It becomes ``target`` itself where the factor (float64) is 1.
+        If the factor (float64) is 1, the state becomes ``target`` exactly.
         """
 
     @abstractmethod
     def descend(self, direction: Tensor, lr: float | Tensor) -> None:
-        """Compute ``weight -= lr direction``, rounded as the group says."""
+        """Compute ``weight -= lr direction``, with the group's rounding options."""
 
     @abstractmethod
     def octaves(
         self, x: Tensor, function: Callable[[Tensor], Tensor], of: tuple[Any, ...]
     ) -> Tensor:
-        """Return ``function(x)`` of float64 as a change of a logarithm.
+        """Return ``function(x)``, a float64 function, as a change of a logarithm in octaves.
 
-        In LNS it is int64 in 2^-16 ulps, from a table (kept under ``of``).
+        In LNS the result is int64 in 2^-16 ulps, from a table that is cached under ``of``.
         """
 
     @abstractmethod
     def multiply(self, octaves: Tensor, limit: Tensor | None) -> None:
         """Compute ``weight *= 2^octaves``, at most ``limit`` in magnitude.
 
-        ``limit`` is a number of the format; a zero weight stays.
+        ``limit`` is in the parameter's format; zero weights stay zero.
         """
 
     def shrink(
@@ -204,14 +205,13 @@ class ParameterMath(ABC):
         of: tuple[Any, ...],
         limit: Tensor | None,
     ) -> None:
-        """Compute ``weight *= 2^(-sign(weight) function(x))``.
-
-        It is :meth:`octaves`, then :meth:`multiply`.
+        """Compute ``weight *= 2^(-sign(weight) function(x))``, by :meth:`octaves` and
+        :meth:`multiply`.
         """
         self.multiply(torch.where(self.weight < 0, 1, -1) * self.octaves(x, function, of), limit)
 
     def decayed(self, decay: float) -> Tensor:
-        """Return ``grad + decay weight``: decay in the gradient (L2)."""
+        """Return ``grad + decay weight``: L2 weight decay, in the gradient."""
         return (
             self.add(self.grad, self.mul(self.number(decay, "weight_decay"), self.weight))
             if decay
@@ -219,7 +219,7 @@ class ParameterMath(ABC):
         )
 
     def with_decay(self, direction: Tensor, decay: float) -> Tensor:
-        """Return ``direction + decay weight``: decoupled decay."""
+        """Return ``direction + decay weight``: decoupled weight decay."""
         return (
             self.add(direction, self.mul(self.number(decay, "weight_decay"), self.weight))
             if decay

@@ -1,4 +1,4 @@
-"""The common part of the optimizers: rounding options, loop over parameters, state, Kahan sums."""
+"""The base class of all optimizers: rounding options, parameter loop, state, Kahan summation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lns_ops.tensor import LNSTensor, storage_of
 
 
 class Rounding(TypedDict, total=False):
-    """The options of how an update is added to a weight, and with which sign.
+    """Options for how an update is rounded when it is added to a weight, and for its sign.
 
     Attributes:
         kahan_sum: keep a Kahan compensation for each parameter.
-        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS
+        stochastic_rounding: round ``w + update`` at random so that its expected value is exact; LNS
             parameters only.
         seed: seed of the random rounding, 0 to 2^31 - 1.
         arithmetic: how an LNS parameter is updated: ``lns`` (every operation an LNS operation) or
             ``float32`` (codes are decoded when read and rounded when stored).
-        maximize: go up the gradient instead of down.
+        maximize: maximize the objective instead of minimizing it.
     """
 
     kahan_sum: bool
@@ -41,9 +41,8 @@ class Rounding(TypedDict, total=False):
 
 
 def state_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of state that is not in the parameter's format; None for other state.
-
-    Such state is counters and bits below the ulp.
+    """Return the dtype of state that is not in the parameter's format (counters, and bits below the
+    ulp), or None for other state.
     """
     if name == "step":
         return torch.int64
@@ -57,7 +56,7 @@ def state_dtype(name: str) -> torch.dtype | None:
 
 
 def check_range(name: str, value: float, low: float, high: float, example: str) -> None:
-    """Refuse a value outside ``[low, high)``.
+    """Check that a value is within ``[low, high)``.
 
     Raises:
         ValueError: with the value, the range and an example.
@@ -69,7 +68,7 @@ def check_range(name: str, value: float, low: float, high: float, example: str) 
 
 
 def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
-    """Return the code of a hyperparameter, which must not vanish in the format."""
+    """Return the code of a hyperparameter, which must not underflow in the format."""
     code = lns.number_code(value, fmt)
     if code == 0 and value != 0:
         raise ValueError(
@@ -83,14 +82,13 @@ def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
 def rate_code(rate: float, fmt: LNSFormat) -> int:
     """Return the code of a step's learning rate.
 
-    It is 0, with a warning, where a schedule has taken the rate below the format's smallest
-    magnitude.
+    If a schedule has lowered the rate below the format's smallest magnitude, warn and return 0.
     """
     code = lns.number_code(rate, fmt)
     if code == 0 and rate != 0:
         warnings.warn(
             f"a learning rate below {fmt.smallest:.3g}, the smallest magnitude of {fmt},"
-            " underflows: such steps leave weights as they are; end the schedule above it, or use"
+            " underflows, so these steps do not change weights; end the schedule above it, or use"
             " a format with more integer bits or arithmetic='float32'",
             stacklevel=2,
         )
@@ -98,14 +96,14 @@ def rate_code(rate: float, fmt: LNSFormat) -> int:
 
 
 def negated_rate(lr: float | Tensor, fmt: LNSFormat) -> int | Tensor:
-    """Return the code of ``-lr``: a number, or of a rate on a GPU a 0-dim tensor there."""
+    """Return the code of ``-lr``: a number, or a 0-dim tensor if ``lr`` is on a GPU."""
     if isinstance(lr, Tensor) and lr.is_cuda:
         return lns.encode(-lr.double(), fmt)
     return rate_code(-float(lr), fmt)
 
 
 def gradient(parameter: LNSTensor) -> Tensor:
-    """Return the codes of a parameter's gradient, encoded if somebody made a float32 one."""
+    """Return the codes of a parameter's gradient; a float32 or float64 gradient is encoded."""
     fmt = parameter.fmt
     with DisableTorchFunction():
         grad = parameter.grad
@@ -128,10 +126,10 @@ def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:
 
 
 def _refuse_strided(parameter: Tensor) -> None:
-    """Refuse an LNS parameter whose codes lie in another order.
+    """Reject an LNS parameter whose codes are not contiguous.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the codes have other strides.
     """
     if isinstance(parameter, LNSTensor) and not parameter.codes.is_contiguous():
         raise ValueError(
@@ -143,10 +141,10 @@ def _refuse_strided(parameter: Tensor) -> None:
 
 
 def _refuse_other_formats(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
-    """Refuse a saved state of a parameter in another number format.
+    """Reject a saved state in another number format than its parameter.
 
     Raises:
-        ValueError: it is.
+        ValueError: the formats differ.
     """
     fmt = parameter.fmt if isinstance(parameter, LNSTensor) else None
     for name, value in state.items():
@@ -165,28 +163,28 @@ def _refuse_other_formats(state: dict[str, Any], parameter: Tensor, group: dict[
 
 
 def _count_changes(tensors: list[Tensor]) -> None:
-    """Have autograd refuse a backward pass that needs what these tensors were before.
+    """Increment the versions of tensors, so that autograd rejects a backward pass that needs their
+    old values.
 
-    Kernels write codes without its knowledge. An eager forward saves LNSTensors, a compiled one
-    their codes. Of what a compiled step writes torch counts the codes alone.
+    Kernels write codes without autograd's knowledge. An eager forward pass saves LNSTensors, a
+    compiled one their codes. For the writes of a compiled step torch counts the codes alone.
     """
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 
 
 class LNSOptimizer(torch.optim.Optimizer):
-    """The base class of the optimizers: rounding options, loop over parameters, integer state.
+    """The base class of all optimizers: rounding options, parameter loop, integer state.
 
-    ``lr`` may be a 0-dim tensor, as in torch.optim. One on the parameters' GPU is read there, so
-    that a step in a CUDA graph takes the rate that it holds when the graph is replayed; schedulers
-    fill it in place.
+    As in torch.optim, ``lr`` may be a 0-dim tensor. If it is on the parameters' GPU, the step reads
+    it there, so a step in a CUDA graph uses its value at replay. Schedulers fill it in place.
     """
 
     takes_rate_tensor: ClassVar[bool] = True
     """Whether ``lr`` may be a tensor."""
 
     _decoupled = False
-    """Whether weights decay beside the gradient, by ``lr weight_decay`` a step."""
+    """Whether weight decay is decoupled: ``lr weight_decay`` of the weight a step."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if defaults["arithmetic"] not in ARITHMETICS:
@@ -228,10 +226,10 @@ class LNSOptimizer(torch.optim.Optimizer):
                 )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, without loading torch's compiler.
+        """Add a parameter group as torch does, without importing torch's compiler.
 
         Raises:
-            ValueError: its hyperparameters cannot be used, as the constructor says.
+            ValueError: invalid hyperparameters, as in the constructor.
         """
         without_compiler(super().add_param_group)(param_group)
         group = self.param_groups[-1]
@@ -244,12 +242,12 @@ class LNSOptimizer(torch.optim.Optimizer):
             self._warn_of_decay(group, fmt)
 
     def _shrinks_by(self, group: dict[str, Any]) -> float:
-        """Return the share of a weight that a step takes off it where gradients are zero."""
+        """Return the fraction by which a step shrinks a weight if its gradient is zero."""
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
         return float(group["lr"]) * group["weight_decay"] if decoupled else 0.0
 
     def _warn_of_decay(self, group: dict[str, Any], fmt: LNSFormat) -> None:
-        """Warn of a weight decay that rounding loses where there is no gradient beside it."""
+        """Warn if rounding loses the weight decay of weights whose gradient is zero."""
         share = 0.0 if group["stochastic_rounding"] else self._shrinks_by(group)
         half = math.sqrt(1 + fmt.epsilon) - 1
         limit = half**2 if group["kahan_sum"] else half
@@ -259,19 +257,19 @@ class LNSOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 f"{type(self).__name__} with lr={float(group['lr']):.3g},"
                 f" weight_decay={group['weight_decay']:.3g} in {fmt}: a decay by {share:.2g} of a"
-                f" weight is below {limit:.2g}, the least update that {kept} keeps there, so"
-                " weights without a gradient stay as they are; use"
+                f" weight is below {limit:.2g}, the smallest update that {kept} keeps there, so"
+                " weights without a gradient do not change; use"
                 f" {kahan}stochastic_rounding=True, or a larger weight_decay",
                 stacklevel=2,
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as torch does, without loading torch's compiler."""
-        with DisableTorchFunction():  # a gradient is an attribute, whatever its type
+        """Clear gradients as torch does, without importing torch's compiler."""
+        with DisableTorchFunction():  # a gradient is a plain attribute for all tensor types
             without_compiler(super().zero_grad)(set_to_none)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
-        """Refuse hyperparameters that cannot be used in ``fmt``."""
+        """Check that the hyperparameters are usable in ``fmt``."""
         raise NotImplementedError
 
     def _update(
@@ -280,14 +278,14 @@ class LNSOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _may_wait(self, group: dict[str, Any]) -> bool:
-        """Return whether an LNS parameter's update is the last of what ``_update`` does for it.
+        """Return whether ``_update`` ends with the weight update of an LNS parameter.
 
-        Then a GPU makes those of a group in few launches.
+        Then a GPU updates all parameters of a group in few launches.
         """
         return False
 
     def _negated_rate(self, group: dict[str, Any], fmt: LNSFormat) -> int | Tensor:
-        """Return :func:`negated_rate` of a group, computed once a step where it is on a GPU."""
+        """Return :func:`negated_rate` of a group, computed once a step if it is on a GPU."""
         lr = group["lr"]
         if not isinstance(lr, Tensor):
             return negated_rate(lr, fmt)
@@ -330,9 +328,9 @@ class LNSOptimizer(torch.optim.Optimizer):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore state as torch does, also of copies and pickles, which come without attributes.
+        """Restore state as torch does, also for copies and pickles, which lack some attributes.
 
-        Options that the state lacks take their defaults.
+        Missing options get their defaults.
         """
         super().__setstate__(state)
         self._rates = {}
@@ -343,10 +341,10 @@ class LNSOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state as torch does, but keep integer state integer.
 
-        torch would turn it into the parameter's dtype.
+        torch would convert it to the parameter's dtype.
 
         Raises:
-            ValueError: the state is of parameters in other number formats.
+            ValueError: the state was saved for parameters in other number formats.
         """
         for theirs, ours in zip(state_dict["param_groups"], self.param_groups, strict=False):
             for key, parameter in zip(theirs["params"], ours["params"], strict=False):
@@ -366,25 +364,24 @@ class LNSOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def init_compensation(self, exact: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
-        """Start from float weights, and keep in the compensations what rounding them loses.
+        """Round float weights to the parameters, and keep the rounding errors as compensations.
 
-        Every weight becomes the nearest number of its format.
+        Every weight becomes the nearest number in its format.
 
-        ::
-
-            # or a float32 checkpoint's state dict
-            exact = [p.detach().clone() for p in model.parameters()]
-            convert_(model, "lns12", scope="everywhere")
-            optimizer = SGD(model.parameters(), lr=0.1, kahan_sum=True)
-            optimizer.init_compensation(exact)
+        >>> import torch, lns_ops
+        >>> model = torch.nn.Linear(4, 2)
+        >>> exact = [p.detach().clone() for p in model.parameters()]  # or a float32 state dict
+        >>> model = lns_ops.convert_(model, "lns12", scope="everywhere")
+        >>> optimizer = lns_ops.optim.SGD(model.parameters(), lr=0.1, kahan_sum=True)
+        >>> optimizer.init_compensation(exact)
 
         Args:
-            exact: a float tensor for every parameter, in their order; or by name, if the optimizer
-                was made of ``model.named_parameters()``.
+            exact: a float tensor for every parameter, in the optimizer's order; or by name, if the
+                optimizer was created with ``model.named_parameters()``.
 
         Raises:
-            ValueError: without ``kahan_sum``, or the tensors are not as many, or not of the shapes,
-                of the parameters.
+            ValueError: without ``kahan_sum``, or the number or the shapes of the tensors differ
+                from the parameters'.
         """
         if not all(group["kahan_sum"] for group in self.param_groups):
             raise ValueError(
@@ -399,7 +396,7 @@ class LNSOptimizer(torch.optim.Optimizer):
         )
         if shapes != wanted:
             raise ValueError(
-                f"exact values of shapes {shapes}: must be those of the parameters, {wanted}"
+                f"exact values of shapes {shapes}: must match the parameters' shapes, {wanted}"
             )
         for parameter, value in zip(parameters, values, strict=True):
             self._split(parameter, value.detach().to(parameter.device, torch.float64))
@@ -409,14 +406,15 @@ class LNSOptimizer(torch.optim.Optimizer):
         names = [name for group in self.param_groups for name in group.get("param_names", [])]
         if missing := [name for name in names if name not in exact] or not names:
             raise ValueError(
-                "exact values by name, and none for"
-                f" {missing if names else 'parameters without names'}: make the optimizer of"
-                " model.named_parameters() and pass a value for each, or pass the values in order"
+                "exact values by name, but without"
+                f" {missing if names else 'parameter names in the optimizer'}: create the optimizer"
+                " with model.named_parameters() and pass a value for each, or pass the values in"
+                " order"
             )
         return [exact[name] for name in names]
 
     def _split(self, parameter: Tensor, value: Tensor) -> None:
-        """Return weight and compensation of a float64 value."""
+        """Set weight and compensation from a float64 value."""
         state = self.state[parameter]
         zeros(state, parameter, "compensation")
         if isinstance(parameter, LNSTensor):
@@ -431,7 +429,7 @@ class LNSOptimizer(torch.optim.Optimizer):
 
 
 def zeros(state: dict[str, Any], parameter: Tensor, *names: str) -> None:
-    """Create the state of these names where it is missing."""
+    """Create missing state of these names, filled with zeros."""
     for name in names:
         if name in state:
             continue
@@ -445,7 +443,7 @@ def zeros(state: dict[str, Any], parameter: Tensor, *names: str) -> None:
 def add_float(
     parameter: Tensor, direction: Tensor, alpha: float | Tensor, compensation: Tensor | None
 ) -> None:
-    """Compute ``parameter += alpha direction``, with Kahan compensation where there is one."""
+    """Compute ``parameter += alpha direction``, with optional Kahan compensation."""
     _add_product(parameter if compensation is None else compensation, direction, alpha)
     if compensation is None:
         return
@@ -459,14 +457,19 @@ def _add_product(x: Tensor, direction: Tensor, alpha: float | Tensor) -> None:
     if not isinstance(alpha, Tensor) or not alpha.is_cuda or alpha.device != x.device:
         x.add_(direction, alpha=float(alpha))
         return
-    wide = torch.promote_types(x.dtype, torch.float32)  # torch.add computes in it, too
+    wide = torch.promote_types(x.dtype, torch.float32)  # as torch.add does
     x.copy_(torch.addcmul(x.to(wide), direction.to(wide), alpha.to(wide)))
 
 
 def parameters_by_format(params: Iterable[Tensor]) -> dict[str, int]:
-    """Return how many values are kept in each format: ``{"lns12": 407050}``.
+    """Return the number of values in each format, for example ``{"lns12": 407050}``.
 
-    Float dtypes go under their torch names.
+    Float dtypes have their torch names.
+
+    >>> import torch, lns_ops
+    >>> model = lns_ops.convert_(torch.nn.Linear(4, 2), "lns12", scope="everywhere")
+    >>> parameters_by_format(model.parameters())
+    {'lns12': 10}
     """
     counts: dict[str, int] = {}
     for parameter in params:

@@ -1,6 +1,5 @@
-"""The common part of optimizers composed of operations on one parameter's numbers.
-
-:mod:`lns_ops.optim.backends` has the operations.
+"""The base class of optimizers that are composed of the operations of
+:mod:`lns_ops.optim.backends`.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ ROUNDING: Rounding = {
 
 
 def complete(rounding: Rounding) -> dict[str, Any]:
-    """Return ``rounding`` with the missing options at their defaults.
+    """Return ``rounding`` with defaults for the missing options.
 
     Raises:
-        TypeError: a name that is none of its names.
+        TypeError: an unknown option.
     """
     if unknown := sorted(rounding.keys() - ROUNDING.keys()):
         raise TypeError(
@@ -43,16 +42,13 @@ def complete(rounding: Rounding) -> dict[str, Any]:
 class ComposedOptimizer(LNSOptimizer):
     """An optimizer written as a sequence of operations, the same for LNS and float parameters.
 
-    Every operation on an LNS parameter is an LNS operation of its own, on any device with the same
-    bits, or with ``arithmetic="float32"`` one of float32 between loads and stores; the sum of
-    weight and update is rounded as :class:`~lns_ops.optim.SGD` rounds it.
+    On an LNS parameter every operation is an LNS operation, with the same bits on any device, or
+    with ``arithmetic="float32"`` a float32 operation on decoded codes. The sum of weight and update
+    is rounded as in :class:`~lns_ops.optim.SGD`.
     """
 
     _factors: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
-    """The options that the update multiplies by.
-
-    They must not underflow in an LNS parameter's format.
-    """
+    """Options that the update multiplies by. They must not underflow in the parameter's format."""
 
     def __init__(self, params: Any, options: dict[str, Any], rounding: Rounding) -> None:
         if not 0 <= options.get("weight_decay", 0.0) < float("inf"):
@@ -72,7 +68,7 @@ class ComposedOptimizer(LNSOptimizer):
                 decay_codes(decay, name, fmt)
 
     def _decays(self, group: dict[str, Any]) -> dict[str, float]:
-        """Return the decays of averages of signed numbers, which must not round to 1."""
+        """Return the decays of averages of signed numbers; these must not round to 1."""
         return {}
 
     def _update(
@@ -84,21 +80,20 @@ class ComposedOptimizer(LNSOptimizer):
             self._step(x, group)
 
     def _fused(self, x: Codes, group: dict[str, Any]) -> bool:
-        """Run :meth:`_step` by kernels of several operations, with the same bits.
+        """Run :meth:`_step` with fused kernels, which give the same bits.
 
-        Returns False where there are none for the group's options.
+        Returns False if no kernel supports the group's options.
         """
         return False
 
     @abstractmethod
     def _step(self, x: ParameterMath, group: dict[str, Any]) -> None:
-        """Move the weight of ``x``."""
+        """Update the weight of ``x``."""
 
 
 class WithBetas(ComposedOptimizer):
-    """A composed optimizer with two ``betas``, as Adam's.
-
-    They are a decay of the gradient's average and one of a second average.
+    """A composed optimizer with two ``betas``, as in Adam: the decays of the gradient's average and
+    of a second average.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Optimizers for large batches whose steps go by the norm of a layer's weights: LARS and LAMB.
+"""Optimizers for large batches that scale each step by the norm of a layer's weights: LARS, LAMB.
 
-A tensor's norm is a float64 number from counts of magnitudes
-(:func:`lns_ops.functional.reductions.norm`), so no square leaves the range of a narrow format; only
-the ratio of two norms enters the format, rounded once. Groups with ``adapt=False`` (biases and the
-weights of norms, as both papers' authors do) take the ratio 1.
+A tensor's norm is a float64 number, computed from counts of magnitudes
+(:func:`lns_ops.functional.reductions.norm`), so squares cannot leave the range of a narrow format.
+Only the ratio of two norms is rounded to the format. Groups with ``adapt=False`` use the ratio 1;
+as in both papers, these should be biases and the weights of normalization layers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lns_ops.optim.composed import ComposedOptimizer, WithBetas, adam_direction
 
 
 def _scaled(x: ParameterMath, direction: Tensor, ratio: Tensor, defined: Tensor) -> Tensor:
-    """Return ``ratio direction``; ``direction`` where a zero norm leaves the ratio undefined."""
+    """Return ``ratio direction``, or ``direction`` if a zero norm makes the ratio undefined."""
     return x.mul(direction, x.at_least_smallest(torch.where(defined, ratio, 1.0)))
 
 
 class LARS(ComposedOptimizer):
-    """SGD with momentum whose step is a share of each layer's weights.
+    """SGD with momentum whose step size is relative to the norm of each layer's weights.
 
     ::
 
@@ -42,18 +42,24 @@ class LARS(ComposedOptimizer):
         momentum: in [0, 1).
         weight_decay: at least 0, added to the gradient.
         trust_coefficient: positive.
-        nesterov: look ahead.
-        adapt: whether to take the ratio at all; an option of a group.
+        nesterov: use Nesterov momentum.
+        adapt: whether to use the ratio; can be set per group.
         rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``:
             :class:`lns_ops.optim.base.Rounding`.
 
     State: ``step``, ``momentum_buffer``.
 
     Raises:
-        ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in
-            a parameter's format.
+        ValueError: a value is out of range or underflows, or the momentum rounds to 1, in a
+            parameter's format.
 
     Source: Y. You, I. Gitman, B. Ginsburg 2017 (arXiv:1708.03888).
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> biases = {"params": [model.bias], "adapt": False, "weight_decay": 0.0}
+    >>> optimizer = LARS([{"params": [model.weight]}, biases], lr=0.1, weight_decay=1e-4)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class LARS(ComposedOptimizer):
             )
         if nesterov and not momentum:
             raise ValueError(
-                "nesterov=True with momentum=0: there is nothing to look ahead with; use"
+                "nesterov=True with momentum=0: Nesterov momentum needs a momentum; use"
                 " momentum=0.9"
             )
         options = {
@@ -100,21 +106,21 @@ class LARS(ComposedOptimizer):
 
 
 class LAMB(WithBetas):
-    """AdamW whose step has the norm of each layer's weights.
+    """AdamW whose direction is rescaled to the norm of each layer's weights.
 
     ::
 
         d = correction exp_avg / (root + eps_hat) + weight_decay w
         w += -lr (d ||w|| / ||d||)
 
-    The direction d is that of :class:`lns_ops.optim.Adam`; the ratio of norms is 1 where one is
-    zero, or without ``adapt``.
+    The first term of d is the direction of :class:`lns_ops.optim.Adam`. The ratio of norms is 1 if
+    one is zero, or without ``adapt``.
 
     Args:
         params, lr, rounding: as for :class:`LARS`.
         betas, eps: as for :class:`lns_ops.optim.Adam`.
         weight_decay: at least 0, decoupled.
-        adapt: whether to take the ratio at all; an option of a group.
+        adapt: whether to use the ratio; can be set per group.
 
     State: ``step``, ``exp_avg``; ``exp_avg_sq`` (float parameters) or its root and residue.
 

@@ -1,15 +1,14 @@
-"""The operations on codes that optimizers need beside arithmetic: fine averages, multiplication.
-
-Fine averages have bits below the ulp; weights are multiplied by changing their logarithms.
+"""Operations on codes that optimizers need in addition to arithmetic: fine averages, and
+multiplication of weights by a change of their logarithms.
 
 Everything here is integer arithmetic in torch operations, so it gives the same bits on every device
-without a kernel of its own; on a CPU the averages and the random bits come from compiled kernels
-instead (:mod:`lns_ops.cpu.kernels.updates`), equal to the integers here.
+without a special kernel. On a CPU the averages and the random bits come from compiled kernels
+(:mod:`lns_ops.cpu.kernels.updates`) with the same results.
 
-A *fine* logarithm has :data:`~lns_ops.spec.gaussian_log.FINE_BITS` = 16 bits behind the ulp. An
-average follows its input by ``fine(r') = max(fine(r) + keep, fine(x) + take) + table[X - R]``, the
-table of :class:`lns_ops.spec.gaussian_log.DecayTable`; what the stored root has not of it stays in
-a residue (int16, -2^15 .. 2^15 - 1).
+A *fine* logarithm has :data:`~lns_ops.spec.gaussian_log.FINE_BITS` = 16 more bits below the ulp. An
+average follows its input by ``fine(r') = max(fine(r) + keep, fine(x) + take) + table[X - R]``, with
+the table of :class:`lns_ops.spec.gaussian_log.DecayTable`. The residue (int16, -2^15 .. 2^15 - 1)
+keeps the difference to the stored root.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def mean_square(beta: float, fraction_bits: int) -> DecayTable:
 
 @lru_cache(maxsize=32)
 def sum_square(fraction_bits: int) -> DecayTable:
-    """Return the table of ``sqrt(r^2 + x^2)``: that of beta = 1/2, half an octave up.
+    """Return the table of ``sqrt(r^2 + x^2)``: the table for beta = 1/2, raised by half an octave.
 
     Half an octave is a whole number of fine units.
     """
@@ -59,10 +58,9 @@ def maximum(beta: float, fraction_bits: int) -> DecayTable:
 
 
 def follow_(root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LNSFormat) -> Tensor:
-    """Move the nonnegative ``root`` by one step of ``table``, in place; return it.
+    """Move the nonnegative ``root`` and its residue by one step of ``table``, in place.
 
-    ``residue`` moves with it.
-
+    Returns ``root``.
     Args:
         root: int16 codes, nonnegative, contiguous.
         residue: int16, 2^-16 ulps, of the same shape.
@@ -84,9 +82,9 @@ def follow_(root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LN
 def followed(
     root: Tensor, residue: Tensor, x: Tensor, table: DecayTable, fmt: LNSFormat
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`follow_` out of place in integers.
+    """Return new values of root and residue, as :func:`follow_` computes them in place.
 
-    It is :func:`lns_ops.reference.followed` for any device.
+    It computes as :func:`lns_ops.reference.followed`, on any device.
     """
     (root_log, _), (x_log, _) = _logarithm(root, fmt), _logarithm(x, fmt)
     entries = _on(table.table, root.device)
@@ -102,7 +100,7 @@ def followed(
 def _stored(fine: Tensor, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
     """Return the nonnegative code of a fine logarithm, and its residue.
 
-    What is zero or saturates has the residue 0.
+    The residue is 0 if the code is zero or saturated.
     """
     log = fine + _HALF >> FINE_BITS
     code = (log.clamp(max=fmt.max_log) + fmt.bias).clamp_min(0).to(torch.int16)
@@ -112,7 +110,7 @@ def _stored(fine: Tensor, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
 
 
 def _logarithm(codes: Tensor, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """Return the logarithms in ulps (int64; ``NO_LOG`` for zero), and which are of zero."""
+    """Return the logarithms in ulps (int64; ``NO_LOG`` for zero), and a mask of the zeros."""
     field = (codes & fmt.field_mask).long()
     zero = field == 0
     return torch.where(zero, NO_LOG, field - fmt.bias), zero
@@ -124,7 +122,7 @@ _TABLES: dict[tuple[int, torch.device], tuple[np.ndarray[Any, Any], Tensor]] = {
 def _on(table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """Return a cached host table as a tensor on ``device``, uploaded once.
 
-    A captured graph keeps reading it.
+    The tensor stays valid for CUDA graphs that captured it.
     """
     known = _TABLES.get((id(table), device))
     if known is None:
@@ -135,7 +133,7 @@ def _on(table: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 _LOGARITHMS: dict[tuple[Any, ...], Tensor] = {}
 _KEPT = 64
 _CAPTURED: list[Tensor] = []
-"""The tables that CUDA graphs read: never given back, however many others come."""
+"""The tables that CUDA graphs read; they are never freed."""
 
 
 def fine_logarithms(
@@ -143,12 +141,11 @@ def fine_logarithms(
 ) -> Tensor:
     """Return ``function`` of every code of ``x`` in 2^-16 ulps, int64, by table look-up.
 
-    The function gives float64 octaves, rounded to nearest.
-
     Args:
         x: int16 codes.
-        function: elementwise, float64 to float64, called once on the format's values, on the host.
-        of: what the function's table is remembered by, its parameters included.
+        function: elementwise, float64 to octaves in float64; called once on the format's values, on
+            the host. Its result is rounded to nearest.
+        of: the key under which the table is cached; it includes the function's parameters.
     """
     return fine_table(function, of, fmt, x.device)[x.long() & ((1 << fmt.bits) - 1)]
 
@@ -156,7 +153,7 @@ def fine_logarithms(
 def fine_table(
     function: Callable[[Tensor], Tensor], of: tuple[Any, ...], fmt: LNSFormat, device: torch.device
 ) -> Tensor:
-    """Return the table of :func:`fine_logarithms`, for every word of ``fmt.bits`` bits."""
+    """Return the table of :func:`fine_logarithms`, with an entry for each of the 2^bits codes."""
     key = (*of, fmt, device)
     table = _LOGARITHMS.get(key)
     if table is None:
@@ -174,7 +171,7 @@ def fine_table(
 
 
 def fine(octaves: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return float octaves in 2^-16 ulps, int64, rounded to nearest; at most 2^40 of them."""
+    """Convert float octaves to 2^-16 ulps, int64, rounded to nearest and clamped to +-2^40."""
     return (
         (octaves.double() * 2.0 ** (fmt.fraction_bits + FINE_BITS))
         .round()
@@ -189,16 +186,16 @@ def multiply_(
 ) -> None:  # fmt: skip
     """Compute ``weight *= 2^fine`` in place: an integer addition to the logarithm.
 
-    The logarithm is kept within the format's magnitudes above zero.
+    The result is clamped to the format's positive magnitudes.
 
     Args:
-        weight: int16 codes; zeros stay.
+        weight: int16 codes; zeros stay zero.
         fine: int64, 2^-16 ulps.
-        residue: int16, what rounding lost, offered again next time; the logarithm rounds to nearest
-            without it.
-        limit: a positive code that no magnitude exceeds.
-        key, step: round the logarithm at random by the bits of (key, step), its expected value
-            exact.
+        residue: int16 rounding error, added at the next step; without it the logarithm is rounded
+            to nearest.
+        limit: a positive code, the largest magnitude allowed.
+        key, step: if given, round the logarithm at random with the random bits of (key, step), so
+            that its expected value is exact.
     """
     log, zero = _logarithm(weight, fmt)
     moved = (torch.where(zero, 0, log) << FINE_BITS) + fine + (0 if residue is None else residue)

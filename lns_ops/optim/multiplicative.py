@@ -1,16 +1,14 @@
-"""Optimizers with multiplicative updates, natural in LNS.
+"""Optimizers with multiplicative updates, which are exact additions in LNS.
 
-The weight's logarithm moves, so the update is one integer addition and never cancels.
+``w *= 2^delta`` adds ``delta`` to ``log2 |w|``, so the update is one integer addition without
+cancellation. In LNS ``delta`` is an integer in 2^-16 ulps. It is read from a table over the codes
+of its argument (float64 on the host, rounded to nearest), so CPU and GPU give the same bits. The
+part below one ulp is kept in ``weight_residue`` (int16) with ``kahan_sum=True``, rounded at random
+with ``stochastic_rounding=True`` (the expected *logarithm* is exact), and lost otherwise.
 
-``w *= 2^delta`` adds ``delta`` to ``log2 |w|``. In LNS ``delta`` is an integer in 2^-16 ulps, read
-from a table over the codes of its argument (float64 on the host, rounded to nearest), so CPU and
-GPU agree. What is below an ulp is kept in ``weight_residue`` (int16) with ``kahan_sum=True``,
-rounds at random with ``stochastic_rounding=True`` (the expected *logarithm* is exact), and is lost
-otherwise.
-
-A weight keeps its sign, and a zero one stays zero: begin with weights of both signs and biases that
-are not zero, or give the others to another optimizer. Magnitudes stay within the format's, above
-zero.
+A weight keeps its sign, and a zero weight stays zero. So initialize weights with both signs and
+biases with nonzero values, or leave the other parameters to another optimizer. Magnitudes stay
+within the format's range and above zero.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from lns_ops.tensor import LNSTensor
 
 
 class MultiplicativeOptimizer(ComposedOptimizer):
-    """The base class of these optimizers: the bound on weights, the residue of their logarithms."""
+    """The base class of these optimizers: the bound on weights, and the residue of logarithms."""
 
     takes_rate_tensor = False
     _factors: ClassVar[tuple[str, ...]] = ()
@@ -48,14 +46,14 @@ class MultiplicativeOptimizer(ComposedOptimizer):
         super().__init__(params, options, rounding)
 
     def _limit(self, x: ParameterMath, group: dict[str, Any]) -> Tensor | None:
-        """Return the bound on weights: ``p_scale`` times their first root mean square.
+        """Return the bound on weights: ``p_scale`` times their initial root mean square.
 
-        It is taken before the first step.
+        The root mean square is computed before the first step.
         """
         if group["p_scale"] is None:
             return None
         largest = x.get("max_weight")
-        if x.weight.is_cuda or int(x.step) == 1:  # a captured graph takes every step alike
+        if x.weight.is_cuda or int(x.step) == 1:  # a captured graph runs the same code every step
             largest = x.put("max_weight", x.first(group["p_scale"] * x.root_mean_square(), largest))
         return x.at_least_smallest(largest)
 
@@ -70,9 +68,9 @@ class MultiplicativeOptimizer(ComposedOptimizer):
 
 
 def _residue(code: Tensor, value: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return the exact logarithm of a value less its code's, in 2^-16 ulps.
+    """Return the exact logarithm of a value minus its code's logarithm, in 2^-16 ulps.
 
-    It is 0 for zeros and what saturates.
+    It is 0 for zeros and for saturated codes.
     """
     unit = 2.0**fmt.fraction_bits
     log = (code & fmt.field_mask).double() - fmt.bias
@@ -86,7 +84,7 @@ def _sign(weight: Tensor) -> Tensor:
 
 
 class Madam(MultiplicativeOptimizer):
-    """Madam, multiplicative Adam; in LNS the weight update of LNS-Madam.
+    """Madam, a multiplicative version of Adam; for LNS it is the weight update of LNS-Madam.
 
     ::
 
@@ -100,7 +98,7 @@ class Madam(MultiplicativeOptimizer):
         lr: step size of the natural logarithm, at least 0.
         beta: decay of the second moment, in [10^-6, 1).
         eps: positive; in LNS at least the format's smallest magnitude.
-        p_scale: bound on weights; None for none.
+        p_scale: bound on weights relative to their initial root mean square; None for no bound.
         g_bound: bound on the normalised gradient, positive.
         rounding: ``kahan_sum``, ``stochastic_rounding``, ``seed``, ``arithmetic``, ``maximize``:
             :class:`lns_ops.optim.base.Rounding`.
@@ -113,6 +111,12 @@ class Madam(MultiplicativeOptimizer):
 
     Source: J. Bernstein et al. 2020 (arXiv:2006.14560); J. Zhao et al., "LNS-Madam", 2022
     (arXiv:2106.13914).
+
+    >>> import lns_ops
+    >>> model = lns_ops.convert_(torch.nn.Linear(4, 2, bias=False), "lns12", scope="everywhere")
+    >>> optimizer = Madam(model.parameters(), lr=0.01, kahan_sum=True)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     def __init__(
@@ -175,7 +179,7 @@ class Mul(MultiplicativeOptimizer):
 
     Args:
         params, lr, rounding: as for :class:`Madam`.
-        use_pow: which of the two.
+        use_pow: use the first update instead of the second.
 
     State: ``step``; ``weight_residue`` (LNS, with ``kahan_sum``) or ``compensation``.
 
@@ -201,7 +205,7 @@ class Mul(MultiplicativeOptimizer):
 
 
 class SignMul(MultiplicativeOptimizer):
-    """Multiplication of every weight by one factor ``a`` a step.
+    """Multiply every weight by ``a`` or ``1 / a`` a step, depending on the gradient's sign.
 
     ::
 
@@ -211,7 +215,7 @@ class SignMul(MultiplicativeOptimizer):
 
     Args:
         params, lr, p_scale, rounding: as for :class:`Madam`.
-        use_pow: which of the two factors.
+        use_pow: use the first definition of ``a``.
 
     State: ``step``, ``max_weight`` (float64); ``weight_residue`` (LNS, with ``kahan_sum``) or
     ``compensation``.
@@ -239,7 +243,7 @@ class SignMul(MultiplicativeOptimizer):
 
 
 class HybridMul(MultiplicativeOptimizer):
-    """Multiplicative descent where the gradient shrinks a weight, else gradient descent.
+    """Multiplicative update if the gradient shrinks a weight, otherwise a gradient step.
 
     ::
 

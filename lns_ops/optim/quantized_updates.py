@@ -1,24 +1,22 @@
 """Weight updates in any number format, around an ordinary optimizer.
 
-They are plain, with Kahan compensation, rounded at random, or on finer copies of the weights.
+:func:`quantize_updates_` adds hooks to an optimizer, so that each step
 
-:func:`quantize_updates_` hooks an ordinary optimizer, so that each of its steps
-
-1. rounds the gradients to the gradients' format (and undoes loss scaling),
-2. computes in float32, as the optimizer does,
-3. puts the new weights on their grid::
+1. rounds the gradients to their format (and undoes loss scaling),
+2. computes the update in float32, as the optimizer does,
+3. rounds the new weights to their format, in one of three ways::
 
     plain        w = q(w + u)
     Kahan        new = q(w + (c + u));  c = q_c((c + u) - (new - w));  w = new
     stochastic   w = q(w + u), up or down at random with the exact sum as its expected value
 
-with ``u`` what the optimizer changed. ``q_c`` rounds to
-:attr:`~lns_ops.formats.NumberFormat.compensation`. With ``master_format`` the optimizer and the
-three lines work on *master* copies of the weights in that format, kept in the optimizer's state;
-the model has them rounded to its own (P. Micikevicius et al., "Mixed precision training", 2018,
-arXiv:1710.03740). Moments of the optimizer are float32.
+where ``u`` is the update. ``q_c`` rounds to :attr:`~lns_ops.formats.NumberFormat.compensation`.
+With ``master_format`` the optimizer and the three lines work on *master* copies of the weights in
+that format, which are kept in the optimizer's state. The model holds their values rounded to its
+own format (P. Micikevicius et al., "Mixed precision training", 2018, arXiv:1710.03740). The
+optimizer's moments are float32.
 
-State added to the optimizer's, so that it travels in ``state_dict``: ``compensation``, ``master``,
+Additional optimizer state, included in ``state_dict``: ``compensation``, ``master``,
 ``rounding_step``.
 """
 
@@ -42,22 +40,31 @@ def quantize_updates_(
     seed: int = 0,
     master_format: NumberFormat | str | None = None,
 ) -> torch.optim.Optimizer:
-    """Keep the parameters of ``module`` on their grids when ``optimizer`` steps, in place.
+    """Keep the parameters of ``module`` in their number formats when ``optimizer`` steps, in place.
+
+    >>> import torch, lns_ops
+    >>> model = lns_ops.simulate_(torch.nn.Linear(4, 2), "float8_e4m3fn")
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> optimizer = quantize_updates_(optimizer, model, kahan_sum=True)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
 
     Args:
-        optimizer: any of torch's interface; it computes in float32 and is called without a closure.
+        optimizer: any optimizer with torch's interface; it computes in float32 and is called
+            without a closure.
         module: result of :func:`~lns_ops.nn.simulate.simulate_`.
         kahan_sum: keep a compensation for each parameter.
-        stochastic_rounding: round weights at random; the bits come from (seed, parameter, step).
+        stochastic_rounding: round weights at random; the bits depend only on (seed, parameter,
+            step).
         seed: seed of the random rounding, 0 to 2^31 - 1.
-        master_format: format of finer copies of the weights; None for none.
+        master_format: format of more precise copies of the weights; None for no copies.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        ValueError: no parameter of ``module`` is in a format, no such ``master_format``, or both
-            ways of rounding at once.
+        ValueError: no parameter of ``module`` has a number format, ``master_format`` is unknown, or
+            both ways of rounding are selected.
     """
     if kahan_sum and stochastic_rounding:
         raise ValueError(
@@ -72,7 +79,7 @@ def quantize_updates_(
 
 
 class _Updates:
-    """The two hooks of a step, and what the first leaves for the second."""
+    """The two hooks of a step, and the values that the first leaves for the second."""
 
     def __init__(
         self,
@@ -107,8 +114,8 @@ class _Updates:
         """Round gradients to their grid and copy master weights into the parameters."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError(
-                "step(closure): gradients are rounded before the step, a closure makes them within"
-                " it; call backward() before step()"
+                "step(closure): gradients are rounded before the step, but a closure computes them"
+                " during it; call backward() before step()"
             )
         active = [(p, simulation) for _, p, simulation in self._parameters if p.grad is not None]
         for parameter, simulation in active:
@@ -124,7 +131,7 @@ class _Updates:
             self._old[parameter] = parameter.detach().clone()
 
     def _guard(self, active: list[tuple[Tensor, Simulation]]) -> None:
-        """Note whether a scaled gradient overflowed, and make the gradients zero then."""
+        """Note whether a scaled gradient overflowed; if so, set the gradients to zero."""
         gradients = [p.grad for p, simulation in active if simulation.scaled and p.grad is not None]
         self._finite = (
             torch.stack([grad.isfinite().all() for grad in gradients]).all() if gradients else None
@@ -135,7 +142,7 @@ class _Updates:
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Round new weights to their grid."""
+        """Round new weights to their formats."""
         for index, parameter, simulation in self._parameters:
             if (old := self._old.pop(parameter, None)) is None:
                 continue
@@ -154,7 +161,7 @@ class _Updates:
     def _rounded(
         self, index: int, fmt: NumberFormat, old: Tensor, new: Tensor, state: dict[str, Any]
     ) -> Tensor:
-        """Return ``new``, computed from ``old`` in float32, on the grid of ``fmt``."""
+        """Round ``new``, computed from ``old`` in float32, to ``fmt``."""
         if self._kahan_sum:
             if "compensation" not in state:
                 state["compensation"] = torch.zeros_like(old)
@@ -166,6 +173,6 @@ class _Updates:
             return fmt.quantize(new)
         if "rounding_step" not in state:
             state["rounding_step"] = torch.zeros((), dtype=torch.int64, device=old.device)
-        # torch's load_state_dict makes it a float
+        # torch's load_state_dict converts it to float
         step = state["rounding_step"].add_(1).to(torch.int64)
         return fmt.quantize(new, random_bits(new, self._seed << 32 | index, step))

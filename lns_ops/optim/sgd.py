@@ -18,9 +18,7 @@ from lns_ops.tensor import LNSTensor
 
 
 class SGD(LNSOptimizer):
-    """Stochastic gradient descent with momentum, Kahan compensation or stochastic rounding.
-
-    Momentum is heavy-ball or Nesterov.
+    """SGD with heavy-ball or Nesterov momentum, and Kahan compensation or stochastic rounding.
 
     ::
 
@@ -29,7 +27,7 @@ class SGD(LNSOptimizer):
         direction = buffer                                    (nesterov: g + momentum * buffer)
         w += -lr * direction
 
-    in this order, the last line with ``kahan_sum``::
+    evaluated in this order. With ``kahan_sum`` the last line is::
 
         compensation += update
         new = w + compensation
@@ -41,26 +39,31 @@ class SGD(LNSOptimizer):
         lr: step size, at least 0.
         momentum: in [0, 1).
         kahan_sum: keep a compensation for each parameter; updates below ``(2^(2^-f / 2) - 1)^2
-            |w|`` are lost all the same (:mod:`lns_ops.optim`).
-        stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS
+            |w|`` are still lost (:mod:`lns_ops.optim`).
+        stochastic_rounding: round ``w + update`` at random so that its expected value is exact; LNS
             parameters only.
         seed: seed of the random rounding, 0 to 2^31 - 1.
         arithmetic: how an LNS parameter is updated: ``lns`` (every operation an LNS operation) or
-            ``float32`` (between load and store).
+            ``float32`` (codes are decoded when read and rounded when stored).
         weight_decay: at least 0, added to the gradient.
-        nesterov: look ahead; needs a momentum.
-        maximize: go up the gradient instead of down.
+        nesterov: use Nesterov momentum; needs ``momentum > 0``.
+        maximize: maximize the objective instead of minimizing it.
 
     State per parameter, in the parameter's own format: ``momentum_buffer``, ``compensation``;
-    ``step`` (int64) with stochastic rounding and where float32 arithmetic meets weight decay or
-    nesterov.
+    ``step`` (int64) with stochastic rounding, or if float32 arithmetic is combined with weight
+    decay or nesterov.
 
     Raises:
-        ValueError: a value out of range, or one that underflows, or a momentum that rounds to 1, in
-            a parameter's format.
+        ValueError: a value is out of range or underflows, or the momentum rounds to 1, in a
+            parameter's format.
 
     Source: W. Kahan 1965 (doi:10.1145/363707.363723); momentum as in Sutskever et al. 2013 with
     torch.optim's convention; stochastic rounding: S. Gupta et al. 2015 (arXiv:1502.02551).
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, kahan_sum=True)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     def __init__(
@@ -69,14 +72,14 @@ class SGD(LNSOptimizer):
         weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
     ) -> None:  # fmt: skip
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: must lie in [0, 1), for example 0.9")
+            raise ValueError(f"momentum={momentum}: must be in [0, 1), for example 0.9")
         if not 0 <= weight_decay < float("inf"):
             raise ValueError(
                 f"weight_decay={weight_decay}: must be finite and at least 0, for example 1e-4"
             )
         if nesterov and not momentum:
             raise ValueError(
-                "nesterov=True with momentum=0: there is nothing to look ahead with; use"
+                "nesterov=True with momentum=0: Nesterov momentum needs a momentum; use"
                 " momentum=0.9"
             )
         options: dict[str, Any] = {
@@ -173,10 +176,7 @@ def _composed(x: ParameterMath, group: dict[str, Any]) -> None:
 def _look_ahead(
     weight: Tensor, grad: Tensor, buffer: Tensor, group: dict[str, Any], fmt: LNSFormat
 ) -> Tensor:
-    """Return ``g + momentum buffer``; move the buffer in place.
-
-    ``g = grad + weight_decay w``.
-    """
+    """Update the buffer and return ``g + momentum buffer`` with ``g = grad + weight_decay w``."""
     if grad.device.type == "cpu":
         momentum, decay = (
             scalar_code(name, group[name], fmt) for name in ("momentum", "weight_decay")

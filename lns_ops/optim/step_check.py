@@ -1,6 +1,6 @@
-"""A check before every optimizer's step that its parameters are still those of the module.
+"""A check before every optimizer step that the module still has the optimizer's parameters.
 
-It also refuses LNS parameters in torch's own optimizers.
+It also rejects LNS parameters in torch's own optimizers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _NAMES = [kind.__name__ for kind in _OFFERED]
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step on replaced parameters, and one of torch's optimizers on LNS parameters.
+    """Reject a step on replaced parameters, and a torch optimizer's step on LNS parameters.
 
     Raises:
-        ValueError: a parameter was replaced by ``convert_`` or ``revert_``, or one is LNS and
-            ``lns_ops.optim`` has this optimizer, or it is cut over processes.
+        ValueError: a parameter was replaced by ``convert_`` or ``revert_``; or a parameter is LNS
+            and ``lns_ops.optim`` has an optimizer of the same name; or an LNS parameter is sharded
+            over processes.
     """
     if torch.compiler.is_compiling():
         return
@@ -44,10 +45,10 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             if hasattr(parameter, "lns_replaced"):
                 raise ValueError(
                     f"parameter of shape {tuple(parameter.shape)} was replaced when its module was"
-                    " converted or reverted, so this step would not reach the module: make the"
-                    " optimizer after convert_ or revert_. If the optimizer was made after, a layer"
-                    " outside of what was converted still has the parameter: convert the module"
-                    " that holds all its ties"
+                    " converted or reverted, so this step would not reach the module: create the"
+                    " optimizer after convert_ or revert_. If it was created afterwards, a layer"
+                    " outside the converted module still has the parameter: convert the module"
+                    " that contains all layers that share it"
                 )
             if is_distributed(parameter) and isinstance(parameter.detach().to_local(), LNSTensor):
                 refuse_distributed(parameter)

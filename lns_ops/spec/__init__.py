@@ -1,1 +1,1 @@
-"""Definition of the arithmetic on NumPy alone: formats, Gaussian logarithms and the reference."""
+"""Definition of the arithmetic, which needs only NumPy: formats, Gaussian logarithms, reference."""

@@ -1,28 +1,28 @@
-"""Logarithmic number formats: what a code means, and where encoding rounds.
+"""Logarithmic number formats: the meaning of a code, and the rounding of encoding.
 
 A value of ``LNSFormat(bits, fraction_bits)`` is ``sign x 2^(log / 2^f)`` with ``f = fraction_bits``
-and an integer ``log``: fixed-point base-2 logarithm, so one unit of ``log`` (one *ulp*) is a factor
-of ``2^(2^-f)``.
+and an integer ``log``, a base-2 logarithm in fixed point. One unit of ``log`` (one *ulp*) is a
+factor of ``2^(2^-f)``.
 
-Code word (``bits`` wide, sign-extended to int16 whatever the width)::
+Code word (``bits`` wide, sign-extended to int16)::
 
     bit  bits-1          bits-2 ............ 0
          sign            log + 2^(bits-2)         the biased logarithm, 1 .. 2^(bits-1) - 1; 0 means
                                                   the value zero
 
-so ``code < 0`` tests the sign in every format, the low ``bits`` bits are the word a device would
-store, and zero is code 0. The word with the sign bit set and a zero logarithm is never produced and
-reads as zero.
+So ``code < 0`` tests the sign in every format, the low ``bits`` bits are the word that a device
+would store, and zero is code 0. The word with the sign bit set and a zero logarithm is never
+produced and reads as zero.
 
-Encoding rounds the *logarithm* to the nearest integer. No float lies exactly between two logarithms
-(``2^((k + 1/2) / 2^f)`` is irrational), so there are no ties, and the rule is a comparison with the
-thresholds below; every backend compares with the same integers, which is why they agree bit for
-bit. Magnitudes above the largest saturate, magnitudes whose rounded logarithm is below the smallest
-become zero, NaN and infinities are errors.
+Encoding rounds the *logarithm* to the nearest integer. No float is exactly between two logarithms
+(``2^((k + 1/2) / 2^f)`` is irrational), so there are no ties, and rounding is a comparison with the
+thresholds below. Every backend compares with the same integers, so all agree bit for bit.
+Magnitudes above the largest saturate. Magnitudes whose rounded logarithm is below the smallest
+become zero. NaN and infinities raise.
 
 Limits: 2 <= bits <= 16; at least one integer bit in the logarithm (fraction_bits <= bits - 2); the
-range must lie within float32's (fraction_bits >= bits - 9), so that ``encode(decode(code)) ==
-code`` for every code.
+range must be within float32's (fraction_bits >= bits - 9), so that ``encode(decode(code)) == code``
+for every code.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 MANTISSA_BITS = 52
-"""Fraction bits of the thresholds: float64's.
+"""Number of fraction bits of the thresholds, as in float64.
 
-Both float32 and float64 inputs are so compared exactly.
+So float32 and float64 inputs are compared exactly.
 """
 
 
 class NonFiniteError(ValueError):
-    """The error of encoding a NaN or an infinity, which no LNS format has.
+    """The error of encoding a NaN or an infinity, for which LNS formats have no code.
 
-    In training it means that the float part of the model has diverged.
+    In training it usually means that the float part of the model has diverged.
     """
 
 
@@ -53,18 +53,16 @@ class NonFiniteError(ValueError):
 class LNSFormat:
     """A logarithmic number format: a sign bit and a base-2 logarithm of ``bits - 1`` bits.
 
-    ``fraction_bits`` of the logarithm are its fraction.
+    >>> LNSFormat(bits=12, fraction_bits=6).largest
+    64830.047072680376
 
     Args:
-        bits: width of the code word, 2 to 16, sign included.
-        fraction_bits: bits of the logarithm behind the binary point, ``max(0, bits - 9)`` to ``bits
-            - 2``.
+        bits: width of the code word including the sign, 2 to 16.
+        fraction_bits: bits of the logarithm after the binary point, ``max(0, bits - 9)`` to
+            ``bits - 2``.
 
     Raises:
-        ValueError: no such format exists; the message gives the value, the rule and a remedy.
-
-    >>> LNSFormat(bits=12, fraction_bits=6).largest
-    64830.04707268038
+        ValueError: ``bits`` or ``fraction_bits`` is out of range.
     """
 
     bits: int
@@ -103,7 +101,7 @@ class LNSFormat:
 
     @property
     def max_log(self) -> int:
-        """The largest logarithm, in ulps: ``2^(bits-2) - 1``; the smallest is ``-max_log``."""
+        """The largest logarithm, in ulps: ``2^(bits-2) - 1``."""
         return self.bias - 1
 
     @property
@@ -113,12 +111,12 @@ class LNSFormat:
 
     @property
     def field_mask(self) -> int:
-        """The bits of a code that hold the biased logarithm: ``2^(bits-1) - 1``."""
+        """The mask of the biased logarithm in a code: ``2^(bits-1) - 1``."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def sign_mask(self) -> int:
-        """The mask that negates a nonzero code by XOR: ``-2^(bits-1)``, all bits from the sign."""
+        """The mask that negates a nonzero code by XOR: ``-2^(bits-1)``, the sign and all above."""
         return -(1 << (self.bits - 1))
 
     @property
@@ -128,7 +126,7 @@ class LNSFormat:
 
     @property
     def most_scale(self) -> float:
-        """The largest power of two whose inverse is a value of the format."""
+        """The largest power of two whose inverse is in the format."""
         return 2.0 ** (self.max_log >> self.fraction_bits)
 
     @property
@@ -138,11 +136,11 @@ class LNSFormat:
 
     @property
     def of_squares(self) -> LNSFormat:
-        """The format of the squares of its values, in which variances are held.
+        """The format of the squares of its values, used for variances.
 
-        It has a bit more and the same ulp, so that the field of a square is twice that of the
-        value. It is the format itself where there is no such one: at 16 bits, and where its range
-        would leave float32's.
+        It has one bit more and the same ulp, so the logarithm of a square is twice the logarithm of
+        the value. If no such format exists (at 16 bits, or if its range would exceed float32's), it
+        is the format itself.
 
         >>> lns12.of_squares.name, lns16.of_squares.name
         ('lns(13,6)', 'lns16')
@@ -153,13 +151,13 @@ class LNSFormat:
     def epsilon(self) -> float:
         """The relative distance to the next value, ``2^(2^-f) - 1``.
 
-        Rounding errs by at most about half of it.
+        The relative rounding error is at most about half this value.
         """
         return float(2.0 ** (2.0**-self.fraction_bits) - 1)
 
     @property
     def name(self) -> str:
-        """The name for :meth:`parse`: a preset's (``lns12``) or ``lns(bits,fraction_bits)``."""
+        """The name for :meth:`parse`: a preset (``lns12``) or ``lns(bits,fraction_bits)``."""
         for name, preset in PRESETS.items():
             if preset == self:
                 return name
@@ -175,7 +173,7 @@ class LNSFormat:
         Names are the presets (``lns16``, ``lns12``, ``lns8``) and ``lns(bits,fraction_bits)``.
 
         Raises:
-            ValueError: not such a name, or no such format.
+            ValueError: an invalid name, or numbers out of range.
         """
         if name in PRESETS:
             return PRESETS[name]
@@ -189,10 +187,10 @@ class LNSFormat:
 
     @staticmethod
     def of(fmt: LNSFormat | str) -> LNSFormat:
-        """Return ``fmt`` itself, or the format of that name.
+        """Return ``fmt`` itself, or the format with that name.
 
         Raises:
-            ValueError: neither a format nor the name of one.
+            ValueError: neither a format nor a format's name.
         """
         if isinstance(fmt, LNSFormat):
             return fmt
@@ -203,7 +201,7 @@ class LNSFormat:
         return LNSFormat.parse(fmt)
 
     def codes(self) -> NDArray[np.int16]:
-        """Return every code of the format, ascending by value (int16, ``2^bits - 1`` of them)."""
+        """Return all ``2^bits - 1`` codes of the format, int16, in ascending order of values."""
         magnitudes = np.arange(1, self.field_mask + 1)
         return np.concatenate([(magnitudes | self.sign_mask)[::-1], [0], magnitudes]).astype(
             np.int16
@@ -217,7 +215,7 @@ def _of_squares(bits: int, fraction_bits: int) -> LNSFormat:
     return LNSFormat(wider if exists else bits, fraction_bits)
 
 
-LNSFormat.__module__ = "lns_ops.format"  # files name it by where it is public
+LNSFormat.__module__ = "lns_ops.format"  # saved files refer to it by its public module
 
 lns16 = LNSFormat(16, 7)
 """1 + 8 + 7 bits: bfloat16's range, the literature's 16-bit LNS."""
@@ -230,14 +228,14 @@ PRESETS: dict[str, LNSFormat] = {"lns16": lns16, "lns12": lns12, "lns8": lns8}
 
 
 _UNIT_BITS = 160
-"""Fraction bits of the powers of two of which tables are rounded to some 53 bits."""
+"""Fraction bits of the powers of two from which tables are computed (to about 53 bits)."""
 
 
 def _powers_of_two(bits: int) -> list[int]:
     """Return ``2^(j / 2^bits)`` for ``j`` in ``0 .. 2^bits - 1``, in units of ``2^-160``.
 
-    Each is below the exact value, by less than ``2^(bits + 3)`` units: the root is by two, and each
-    of up to ``2^bits`` products is cut off.
+    Each result is below the exact value by less than ``2^(bits + 3)`` units: the root by two units,
+    and each of up to ``2^bits`` products is truncated.
     """
     root = 2 << _UNIT_BITS
     for _ in range(bits):
@@ -250,11 +248,11 @@ def _powers_of_two(bits: int) -> list[int]:
 
 @lru_cache(maxsize=32)
 def encode_thresholds(fraction_bits: int) -> NDArray[np.int64]:
-    """Return where the fraction of the logarithm rounds up, as float64 significands.
+    """Return the thresholds at which the fraction of the logarithm rounds up.
 
-    Entry ``j`` is ``floor(2^((j + 1/2) / 2^f) * 2^52)``, int64, ``2^f`` entries. A significand
-    ``m`` in ``[2^52, 2^53)`` has the rounded fractional logarithm ``#{j : m > threshold[j]}``, 0 to
-    ``2^f`` (the last means the next power of two).
+    They are float64 significands: entry ``j`` is ``floor(2^((j + 1/2) / 2^f) * 2^52)``, int64,
+    ``2^f`` entries. A significand ``m`` in ``[2^52, 2^53)`` has the rounded fractional logarithm
+    ``#{j : m > threshold[j]}``, 0 to ``2^f`` (the last means the next power of two).
     """
     odd = _powers_of_two(fraction_bits + 1)[1::2]
     table = np.array([power >> _UNIT_BITS - MANTISSA_BITS for power in odd], dtype=np.int64)
@@ -263,9 +261,9 @@ def encode_thresholds(fraction_bits: int) -> NDArray[np.int64]:
 
 
 def logarithm(value: float, fraction_bits: int) -> int:
-    """Return ``round(2^f log2(value))`` of a positive number, in ulps.
+    """Return ``round(2^f log2(value))`` for a positive number, in ulps.
 
-    It rounds as encoding rounds; no format's range applies.
+    It is rounded as in encoding, but not limited to a format's range.
     """
     fraction, exponent = math.frexp(value)
     significand = int(math.ldexp(fraction, MANTISSA_BITS + 1))
@@ -290,7 +288,8 @@ def single_significands(fraction_bits: int) -> NDArray[np.float32]:
     They are ``2^(j / 2^f)``, then ``2^(j / 2^f - 128)`` and ``2^(j / 2^f - 127)``, each rounded to
     float32 once; the latter two are subnormal.
 
-    Made of integers, so that a processor that flushes subnormals to zero makes the same table.
+    They are computed from integers, so a processor that flushes subnormals to zero gets the same
+    table.
     """
     significands = decode_significands(fraction_bits)
     # in units of 2^-149
@@ -306,12 +305,12 @@ def single_significands(fraction_bits: int) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=32)
 def stochastic_steps(fraction_bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tables of stochastic encoding: where a float32's neighbours lie, how far apart.
+    """Return the tables of stochastic encoding: a float32's neighbours, and their distances.
 
-    Entry j of the first array is ``s_j = (2^(j / 2^f) - 1) 2^23`` as :func:`decode_significands`
-    rounds it to float32, ``2^f + 1`` of them, the last 2^23; of the second ``floor(2^40 / (s_(j+1)
-    - s_j))``, below 2^32. A mantissa m with ``s_j <= m < s_(j+1)`` goes up with the chance ``((m -
-    s_j) second[j] >> 24) / 2^16``.
+    Entry j of the first array is ``s_j = (2^(j / 2^f) - 1) 2^23``, with the power from
+    :func:`decode_significands` rounded to float32; it has ``2^f + 1`` entries, the last is 2^23.
+    Entry j of the second is ``floor(2^40 / (s_(j+1) - s_j))``, below 2^32. A mantissa m with ``s_j
+    <= m < s_(j+1)`` is rounded up with probability ``((m - s_j) second[j] >> 24) / 2^16``.
     """
     single = decode_significands(fraction_bits).astype(np.float32).astype(np.float64)
     mantissas = np.append(((single - 1) * (1 << 23)).astype(np.int64), 1 << 23)

@@ -6,17 +6,17 @@ logarithm::
     log2(2^x + 2^y) = max(x, y) + G+(|x - y|)      G+(d) = log2(1 + 2^-d)
     log2(2^x - 2^y) = max(x, y) + G-(|x - y|)      G-(d) = log2(1 - 2^-d)
 
-In units of one ulp (``2^-f`` octaves), ``d`` is an integer and so is the correction, rounded to
-nearest; the correctly rounded table *is* the definition of addition here, and every backend reads
-it (or evaluates it by other means that equal it in every entry). No entry is a tie: ``2^f log2(1 +-
-2^(-d/2^f))`` is an integer at ``d = 0`` and irrational or far from one half elsewhere, which the
-tests check exhaustively against arbitrary-precision arithmetic.
+In units of one ulp (``2^-f`` octaves) ``d`` is an integer, and so is the correction, rounded to
+nearest. The correctly rounded table *is* the definition of addition here. Every backend reads it,
+or computes every entry by other means. No entry is a tie: ``2^f log2(1 +- 2^(-d/2^f))`` is an
+integer at ``d = 0`` and irrational or far from one half elsewhere, which the tests check
+exhaustively against arbitrary-precision arithmetic.
 
 Source: J. N. Mitchell 1962 and N. G. Kingsbury, P. J. W. Rayner 1971 for the method; tables follow
 the "ideal" rounding of M. G. Arnold's xlns.
 
-Two more tables for optimizers keep ``FINE_BITS = 16`` bits behind the ulp, so that what is below
-half an ulp is not lost: :func:`stochastic_tables` for additions that round at random,
+Two more tables, for optimizers, have ``FINE_BITS = 16`` more bits below the ulp, so that changes
+below half an ulp are not lost: :func:`stochastic_tables` for additions with random rounding, and
 :func:`decay_table` for exponential averages of squares.
 """
 
@@ -29,21 +29,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 FINE_BITS = 16
-"""Bits behind the ulp in the fine tables."""
+"""Number of bits below the ulp in the fine tables."""
 CANCEL = -(1 << 30)
 """The entry for G-(0): equal magnitudes of opposite sign cancel to exact zero.
 
-It lies below every logarithm, so adding it underflows.
+It is below every logarithm, so adding it underflows.
 """
 
 
 class GaussianTables(NamedTuple):
     """The tables ``plus[d] = round(2^f G+(d))`` and ``minus[d] = round(2^f G-(d))``.
 
-    Both are int32, read-only and of the same length; the last entry of both is 0 and stands for
-    every larger distance.
-
-    Both have the same length; the last entry of both is 0 and stands for every larger distance.
+    Both are int32, read-only and have the same length. The last entry of both is 0, and is used for
+    all larger distances.
     """
 
     plus: NDArray[np.int32]
@@ -66,7 +64,7 @@ def gaussian_tables(fraction_bits: int) -> GaussianTables:
 
 
 def _until_zero(plus: NDArray[np.int32], minus: NDArray[np.int32]) -> GaussianTables:
-    """Return the tables up to the first entry from which both are 0, for reading only."""
+    """Return the tables up to the first entry from which both are 0, read-only."""
     length = int(np.flatnonzero(plus | minus)[-1]) + 2
     tables = GaussianTables(plus[:length].copy(), minus[:length].copy())
     for table in tables:
@@ -76,16 +74,16 @@ def _until_zero(plus: NDArray[np.int32], minus: NDArray[np.int32]) -> GaussianTa
 
 @lru_cache(maxsize=32)
 def stochastic_tables(fraction_bits: int) -> GaussianTables:
-    """Return the tables of additions that round at random.
+    """Return the tables for additions with random rounding.
 
     A correction is ``(entry + r) >> 16`` with ``r`` uniform in ``0 .. 2^16 - 1``.
 
-    An entry is ``2^16 (lower + p)``: the next ulp below the exact correction ``g = 2^f G(d)``, and
-    the chance to round up that makes the expected *value* exact, ``p = (2^g - 2^lower) / (2^(lower
-    + 1) - 2^lower)`` (powers of the ulp), to within 2^-17. Exact corrections have p = 0.
-    ``minus[0]`` and what is below every format saturate at -2^31, which any format turns into zero.
-    The last entry of both is 0 and stands for every larger distance; about ``(f + 17.6) 2^f``
-    entries (1,507 at f = 6).
+    An entry is ``2^16 (lower + p)``. ``lower`` is the next ulp below the exact correction ``g = 2^f
+    G(d)``. ``p`` is the probability of rounding up that makes the expected *value* exact, ``p =
+    (2^g - 2^lower) / (2^(lower + 1) - 2^lower)`` (powers of the ulp), to within 2^-17. Exact
+    corrections have p = 0. ``minus[0]``, and values below every format, saturate at -2^31, which
+    every format turns into zero. The last entry of both tables is 0, and is used for all larger
+    distances. They have about ``(f + 17.6) 2^f`` entries (1,507 at f = 6).
     """
     scale, unit = 1 << fraction_bits, 1 << FINE_BITS
     octaves = np.arange((fraction_bits + FINE_BITS + 3) * scale) / scale
@@ -102,17 +100,18 @@ def stochastic_tables(fraction_bits: int) -> GaussianTables:
 
 
 class DecayTable(NamedTuple):
-    """The table of one step of a root mean square, as an LNS operation with 16 bits behind the ulp.
+    """The table for one step of a root mean square, as an LNS operation with 16 bits below the ulp.
 
-    ``r' = sqrt(beta r^2 + (1 - beta) x^2)`` is, for logarithms in ulps ``R`` of r and ``X`` of x::
+    ``r' = sqrt(beta r^2 + (1 - beta) x^2)`` is, with the logarithms ``R`` of r and ``X`` of x in
+    ulps::
 
         2^16 R' = max(2^16 R + keep, 2^16 X + take)
                   + table[clamp(X - R, first, first + len - 1) - first]
 
-    with ``keep = 2^16 2^f log2(beta) / 2``, ``take = 2^16 2^f log2(1 - beta) / 2``, rounded, and
-    the table the Gaussian logarithm G+ of the distance between the two, halved; its first and last
-    entries are 0. A zero r or x has a logarithm below every other. What is below every format
-    saturates at -2^31.
+    with ``keep = 2^16 2^f log2(beta) / 2``, ``take = 2^16 2^f log2(1 - beta) / 2``, rounded. The
+    table is half the Gaussian logarithm G+ of the distance between the two; its first and last
+    entries are 0. A zero r or x has a logarithm below every other. Values below every format
+    saturate at -2^31.
     """
 
     keep: int
@@ -122,7 +121,7 @@ class DecayTable(NamedTuple):
 
 
 def longest_decay_table(fraction_bits: int) -> int:
-    """Return the largest number of entries of a decay table at any beta."""
+    """Return the largest number of entries of a decay table for any beta."""
     return ((fraction_bits + FINE_BITS + 2) << fraction_bits) + 1
 
 

@@ -1,22 +1,22 @@
 """The specification of the arithmetic in plain integers, which every kernel equals bit for bit.
 
-It is written to be read, not for speed.
+It is written for readability, not for speed.
 
-A code is unpacked into a sign (bool) and a logarithm (int64 ulps); zero has the logarithm
+A code is unpacked into a sign (bool) and a logarithm (int64, ulps); zero has the logarithm
 ``NO_LOG``. Elementwise operations compute in unbounded integers and clamp once, in :func:`pack`:
-logarithms above the format's range saturate, below it become zero. Reductions (:func:`sum`,
-:func:`matmul`) go in the contract's order:
+logarithms above the format's range saturate, logarithms below it become zero. Reductions
+(:func:`sum`, :func:`matmul`) have a fixed order, the contract's order:
 
-1. the reduced index is cut into blocks of ``BLOCK = 64``, ascending;
+1. the reduced index is split into blocks of ``BLOCK = 64``, ascending;
 2. inside a block, terms are added one after another, ascending, into an accumulator that starts at
    zero;
 3. block totals are added, ascending, into a second accumulator that starts at zero.
 
-Sequential addition over long rows would stick (4,096 ones sum to 370 at f = 7); blocks make the
-error that of 64 + K/64 terms. Both accumulators hold a sign and a 16-bit logarithm in ``ACC_MIN ..
-ACC_MAX`` in every format: larger logarithms saturate at ``ACC_MAX``, smaller ones are zero, so zero
-products and products below the range are skipped. The format's own range is applied once, when the
-result is stored.
+Sequential addition over long rows would stick (4,096 ones sum to 370 at f = 7). With blocks the
+error is as for 64 + K/64 terms. Both accumulators hold a sign and a 16-bit logarithm in ``ACC_MIN
+.. ACC_MAX`` in every format: larger logarithms saturate at ``ACC_MAX``, smaller ones are zero, so
+zero products and products below the range are skipped. The format's own range is applied once, when
+the result is stored.
 
 All functions take and return int16 numpy arrays of codes and broadcast like numpy.
 """
@@ -50,26 +50,27 @@ Logs = NDArray[np.int64]
 Signs = NDArray[np.bool_]
 
 ACCUMULATIONS = ("contract", "float32")
-"""How the sums of matrix products can be taken: as here, or as in
+"""How sums of matrix products can be computed: as specified here, or as in
 :mod:`lns_ops.functional.accumulation`."""
 BLOCK = 64
 LONG_SUM = BLOCK * BLOCK
-"""The most terms that :func:`long_sum` adds in one piece: as many blocks as a block has terms."""
+"""Maximum number of terms in a piece of :func:`long_sum`: as many blocks as a block has terms."""
 COARSE_BITS = 4
-"""Formats of at most so many fraction bits keep a part of 64 equal terms: at 3 bits 0.35, at 4 bits
-0.7. Sums by index of more than :data:`FEW_TERMS` terms are exact in them (:func:`sum_by_index`)."""
+"""In formats with at most this many fraction bits, a sum of 64 equal terms loses a large part: at 3
+bits 0.35 of it is left, at 4 bits 0.7. There, sums by index of more than :data:`FEW_TERMS` terms
+are exact (:func:`sum_by_index`)."""
 FEW_TERMS = 16
 SUM_BITS = 30
-"""The fraction bits of the terms of an exact sum, in units of the largest term's power of two."""
+"""Fraction bits of the terms of an exact sum, in units of the largest term's power of two."""
 NO_LOG = -(1 << 40)
 """The logarithm of zero: so far below every other that no comparison needs a special case."""
 ACC_MIN, ACC_MAX = 1 - (1 << 14), (1 << 15) + (1 << 14) - 1
 """The accumulator's smallest and largest logarithm, in ulps.
 
-They take 16 bits, start at lns16's smallest logarithm and reach twice as far up.
+The range has 16 bits. It starts at lns16's smallest logarithm and extends twice as far upwards.
 """
 WEIGHT_SLOT, ROOT_SLOT = 0, 1
-"""The slots of a step's random bits: one for rounding the weight, one for rounding the root."""
+"""Slots of a step's random bits: one for rounding the weight, one for rounding the root."""
 
 
 def unpack(codes: Codes, fmt: LNSFormat) -> tuple[Signs, Logs]:
@@ -133,7 +134,7 @@ def _reduce(signs: Signs, logs: Logs, fmt: LNSFormat, shift: int = 0) -> Codes:
 def add(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
     """Return ``x + y``, correctly rounded in the logarithm.
 
-    The correction is G+ where the signs agree and G- where they differ; ``x + (-x)`` is exact zero.
+    The correction is G+ if the signs agree and G- if they differ; ``x + (-x)`` is exactly zero.
     """
     return pack(*add_unpacked(*unpack(x, fmt), *unpack(y, fmt), fmt.fraction_bits), fmt)
 
@@ -156,7 +157,7 @@ def sub(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 
 def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """Return ``x y``: logarithms add; exact but for saturation and underflow."""
+    """Return ``x y``: logarithms add; exact except for saturation and underflow."""
     (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
     return pack(sx ^ sy, lx + ly, fmt)
 
@@ -168,7 +169,7 @@ def square(x: Codes, fmt: LNSFormat) -> Codes:
 
 
 def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """Return ``x / y``: logarithms subtract; exact but for saturation and underflow.
+    """Return ``x / y``: logarithms subtract; exact except for saturation and underflow.
 
     Raises:
         ValueError: some ``y`` is zero; LNS has no infinity.
@@ -176,8 +177,8 @@ def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
     (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
     if np.any(ly == NO_LOG):
         raise ValueError(
-            f"division by zero: LNS has no infinity; mask zero divisors first (in {fmt} a number"
-            f" below {fmt.smallest:.2g} is zero, also one added to a divisor)"
+            f"division by zero: LNS has no infinity; mask zero divisors first (in {fmt} numbers"
+            f" below {fmt.smallest:.2g} are zero, including one that is added to a divisor)"
         )
     return pack(sx ^ sy, np.where(lx == NO_LOG, NO_LOG, lx - ly), fmt)
 
@@ -199,7 +200,7 @@ def sqrt(x: Codes, fmt: LNSFormat) -> Codes:
 
 
 def order_key(x: Codes, fmt: LNSFormat) -> Logs:
-    """Return integers in the order of the values: ``key(x) < key(y)`` exactly if ``x < y``."""
+    """Return integers in the order of the values: ``key(x) < key(y)`` if and only if ``x < y``."""
     sign, log = unpack(x, fmt)
     field = np.where(log == NO_LOG, 0, log + fmt.bias)
     return np.where(sign, -field, field)
@@ -217,8 +218,8 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
 def long_sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
     """Sum any number of terms along ``axis``.
 
-    More than ``LONG_SUM`` terms are cut into pieces of that many, whose sums are stored and summed
-    in turn.
+    More than ``LONG_SUM`` terms are split into pieces of that many, whose sums are stored and
+    summed in the same way.
     """
     terms = np.moveaxis(np.asarray(x), axis, 0)
     while len(terms) > LONG_SUM:
@@ -231,8 +232,8 @@ def long_sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
 def sum_by_index(x: Codes, index: NDArray[np.int64], rows: int, fmt: LNSFormat) -> Codes:
     """Return ``out[r] = sum of x[i] over the i with index[i] = r``, ``[rows, ...]``.
 
-    It is :func:`long_sum` in ascending order of i, or in formats of up to :data:`COARSE_BITS` for
-    more than :data:`FEW_TERMS` terms :func:`exact_sum`.
+    It is :func:`long_sum` in ascending order of i. In formats with up to :data:`COARSE_BITS`
+    fraction bits, sums of more than :data:`FEW_TERMS` terms are :func:`exact_sum`.
     """
     parts = [np.asarray(x)[index == r] for r in range(rows)]
     coarse = fmt.fraction_bits <= COARSE_BITS
@@ -245,10 +246,9 @@ def sum_by_index(x: Codes, index: NDArray[np.int64], rows: int, fmt: LNSFormat) 
 
 
 def exact_sum(x: Codes, fmt: LNSFormat) -> Codes:
-    """Sum along axis 0: integers are added, in any order, and the logarithm is rounded once.
+    """Sum along axis 0 with integer additions, in any order; the logarithm is rounded once.
 
-    A term is a whole number of units of 2^-30 of the power of two at or below the largest term;
-    what is less is cut off.
+    A term is truncated to a multiple of 2^-30 times the power of two at or below the largest term.
     """
     octave = 1 << fmt.fraction_bits
     units = [int(v) for v in np.rint(decode_significands(fmt.fraction_bits) * 2.0**SUM_BITS)]
@@ -269,9 +269,9 @@ def exact_sum(x: Codes, fmt: LNSFormat) -> Codes:
 
 
 def mean(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
-    """Return the sum divided by its number of terms, without saturation in between.
+    """Return the sum divided by its number of terms, without intermediate saturation.
 
-    The number of terms is rounded as encoding rounds.
+    The number of terms is rounded as in encoding.
     """
     return sum(x, axis, fmt, -logarithm(np.asarray(x).shape[axis], fmt.fraction_bits))
 
@@ -286,7 +286,7 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
 def long_matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     """Return ``x @ y`` of 2-d operands of any K.
 
-    More than ``LONG_SUM`` products are cut as :func:`long_sum` cuts terms.
+    More than ``LONG_SUM`` products are split as in :func:`long_sum`.
     """
     cuts = range(0, x_MK.shape[1], LONG_SUM)
     if len(cuts) < 2:
@@ -301,12 +301,12 @@ def long_matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
 def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]:
     """Return uniform integers in ``0 .. 2^16 - 1`` by Philox4x32-10.
 
-    Element i depends on (key, step, slot, i) alone, so it is the same on every backend and in any
+    Element i depends only on (key, step, slot, i), so it is the same on every backend and in any
     order.
 
     The generator (J. Salmon, M. Moraes, R. Dror, D. Shaw 2011, doi:10.1145/2063384.2063405) runs
-    with the 64-bit ``key`` and the counter ``(i // 8 low, i // 8 high, step mod 2^32, slot)``;
-    element i takes the low (i even) or high half of word ``i % 8 // 2``.
+    with the 64-bit ``key`` and the counter ``(i // 8 low, i // 8 high, step mod 2^32, slot)``.
+    Element i is the low (i even) or high half of word ``i % 8 // 2``.
     """
     block = np.arange(-(-count // 8), dtype=np.uint64)
     low = np.uint64(0xFFFFFFFF)
@@ -332,10 +332,10 @@ def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.int64]
 def add_stochastic(x: Codes, y: Codes, fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
     """Return ``x + y`` rounded up or down at random; the expected value is the exact sum.
 
-    :func:`stochastic_tables` has the chances.
+    :func:`stochastic_tables` defines the probabilities.
 
     Args:
-        bits: uniform in ``0 .. 2^16 - 1``, of the result's shape.
+        bits: uniform in ``0 .. 2^16 - 1``, with the result's shape.
     """
     (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
     plus, minus = stochastic_tables(fmt.fraction_bits)
@@ -358,13 +358,13 @@ def root_mean_square(
 
     :class:`lns_ops.spec.gaussian_log.DecayTable` is the definition.
 
-    The logarithm has 16 bits behind the ulp. They round to nearest and stay in ``residue`` (int16,
-    in 2^-16 ulps, -2^15 .. 2^15 - 1), or round at random with ``bits``. Without one of the two an
-    average with beta near 1 would never move.
+    The logarithm is computed with 16 more bits below the ulp. It is rounded to nearest with the
+    difference kept in ``residue`` (int16, in 2^-16 ulps, -2^15 .. 2^15 - 1), or rounded at random
+    with ``bits``. Without one of the two an average with beta near 1 would never change.
 
     Returns:
-        The new root, and the new residue where there was one; a root that is zero or saturates
-            leaves a zero residue.
+        The new root, and the new residue if one was given; it is zero if the root is zero or
+            saturates.
     """
     return followed(root, x, fmt, decay_table(beta, fmt.fraction_bits), residue=residue, bits=bits)
 
@@ -380,7 +380,7 @@ def followed(
 ) -> tuple[Codes, Codes | None]:
     """Return the root and residue after one step of any decay table.
 
-    Sums of squares and maxima are such steps too; :func:`root_mean_square` is the one of averages.
+    Sums of squares and maxima are such steps as well; :func:`root_mean_square` is the average.
     """
     _, root_log = unpack(root, fmt)
     _, x_log = unpack(x, fmt)
@@ -402,10 +402,10 @@ def followed(
 def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
     """Return the codes nearest to ``x`` in logarithm.
 
-    ``x`` has any float or integer dtype; its float64 value is encoded.
+    ``x`` has any float or integer dtype; it is converted to float64 and encoded.
 
     Raises:
-        NonFiniteError: (a ValueError) ``x`` holds a NaN or an infinity.
+        NonFiniteError: (a ValueError) ``x`` contains a NaN or an infinity.
     """
     value = np.asarray(x, np.float64)
     if not np.all(np.isfinite(value)):
@@ -439,11 +439,11 @@ def decode(
 def encode_stochastic(x: NDArray[np.float32], fmt: LNSFormat, bits: NDArray[np.int64]) -> Codes:
     """Return the code below or above ``x`` in magnitude, at random; the expected value is ``x``.
 
-    :func:`stochastic_steps` is the definition.
+    :func:`stochastic_steps` has the definition.
 
     Args:
         x: float32, finite.
-        bits: uniform in ``0 .. 2^16 - 1``, of ``x``'s shape.
+        bits: uniform in ``0 .. 2^16 - 1``, with ``x``'s shape.
     """
     mantissas, reciprocals = stochastic_steps(fmt.fraction_bits)
     fraction, exponent = np.frexp(np.abs(x).astype(np.float64))

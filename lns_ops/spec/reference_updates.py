@@ -1,7 +1,7 @@
 """The specification of optimizer updates: SGD and Adam in LNS or in float32 operations.
 
-In the second form float32 operations stand between loads and stores of codes. Arrays are never
-changed: updates return new ones.
+With float32 operations, codes are decoded when loaded and encoded when stored. Arrays are never
+changed; updates return new ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lns_ops.spec.reference import (
 )
 
 ARITHMETICS = ("lns", "float32")
-"""The arithmetics of an LNS parameter's update."""
+"""The arithmetics for updates of LNS parameters."""
 
 
 def _updated(
@@ -52,7 +52,7 @@ def _updated(
 
 
 def _bits_like(weight: Codes, key: int | None, step: int, slot: int) -> NDArray[np.int64] | None:
-    """Return the random bits of every element; None without a key, where nothing is random."""
+    """Return the random bits of every element, or None without a key."""
     if key is None:
         return None
     return random_bits(weight.size, key, step, slot).reshape(weight.shape)
@@ -72,7 +72,7 @@ def sgd_update(
 ) -> tuple[Codes, Codes | None, Codes | None]:
     """Return weight, buffer and compensation after one SGD step in LNS operations.
 
-    ``buffer = momentum * buffer + grad`` (where momentum is given), ``update = -lr * buffer``, then
+    ``buffer = momentum * buffer + grad`` (if momentum is given), ``update = -lr * buffer``, then
     ``weight + update`` or, with Kahan compensation (W. Kahan 1965)::
 
         compensation = compensation + update
@@ -94,10 +94,10 @@ def sgd_update(
 class AdamCodes(NamedTuple):
     """Adam's scalars as codes of a format.
 
-    Bias correction after t steps is entry ``min(t, len) - 1``; later entries would be the same.
+    The bias correction after t steps is entry ``min(t, len) - 1``; later entries would be equal.
 
     ``correction = sqrt(1 - beta2^t) / gain_t``, ``eps_hat = eps sqrt(1 - beta2^t)`` (D. Kingma, J.
-    Ba 2015, the end of section 2), at least the format's smallest magnitude. ``gain_t`` is
+    Ba 2015, the end of section 2), at least the format's smallest magnitude. ``gain_t`` is the
     :func:`gain` of the first average, which is ``1 - beta1^t`` without rounding.
     """
 
@@ -108,13 +108,13 @@ class AdamCodes(NamedTuple):
 
 
 def check_adam(beta1: float, beta2: float, eps: float) -> None:
-    """Refuse hyperparameters of Adam that no format can use.
+    """Check Adam's hyperparameters, independent of the format.
 
     Raises:
         ValueError: beta1 is not in [0, 1), beta2 not in [10^-6, 1), or eps not positive and finite.
     """
     if not 0 <= beta1 < 1:
-        raise ValueError(f"beta1={beta1}: must lie in [0, 1), for example 0.9")
+        raise ValueError(f"beta1={beta1}: must be in [0, 1), for example 0.9")
     if not 1e-6 <= beta2 < 1:
         raise ValueError(f"beta2={beta2}: must be at least 1e-6 and below 1, for example 0.999")
     if not 0 < eps < float("inf"):
@@ -122,10 +122,10 @@ def check_adam(beta1: float, beta2: float, eps: float) -> None:
 
 
 def gain(keep: float, rest: float, steps: Any) -> Any:
-    """Return what an average of a constant 1 holds after ``steps`` steps from 0.
+    """Return the value of an average of a constant 1 after ``steps`` steps from 0.
 
     ``average = keep average + rest x`` has the gain ``rest (1 - keep^t) / (1 - keep)``, with the
-    factors that a format has: in lns16 a beta of 0.997 is kept as 0.9946, and the gain after 100
+    factors rounded to the format: in lns16 a beta of 0.997 becomes 0.9946, and the gain after 100
     steps is 0.42 instead of 0.26.
     """
     return rest / (1 - keep) * (1 - keep**steps)
@@ -135,10 +135,11 @@ def gain(keep: float, rest: float, steps: Any) -> Any:
 def adam_codes(beta1: float, beta2: float, eps: float, fmt: LNSFormat) -> AdamCodes:
     """Return the codes of Adam's scalars.
 
-    ``1 - beta1`` is computed from the beta1 that the format has, so that the average has gain 1.
+    ``1 - beta1`` is computed from the rounded beta1, so that the average has gain 1.
 
     Raises:
-        ValueError: as :func:`check_adam`, or beta1 rounds to 1, which would never forget.
+        ValueError: as for :func:`check_adam`, or beta1 rounds to 1, so that the average would never
+            forget.
     """
     check_adam(beta1, beta2, eps)
     first = encode(np.array(beta1), fmt)
@@ -150,7 +151,7 @@ def adam_codes(beta1: float, beta2: float, eps: float, fmt: LNSFormat) -> AdamCo
         )
     second = encode(np.array(1 - held), fmt)
     rest = float(decode(second, fmt, np.float64))
-    # 1 - beta^t is 1 to within 2^-40 after so many steps.
+    # 1 - beta^t is 1 to within 2^-40 after this many steps.
     steps = np.arange(1, 2 + int(28 / -np.log(max(held, beta2))), dtype=np.float64)
     root = np.sqrt(1 - beta2**steps)
     correction = encode(root / gain(held, rest, steps), fmt)
@@ -179,20 +180,20 @@ def adam_update(
 
     ::
 
-        grad = grad + weight_decay weight                      (where given and not decoupled)
+        grad = grad + weight_decay weight                      (if given and not decoupled)
         exp_avg = beta1 exp_avg + (1 - beta1) grad
-        root = sqrt(beta2 root^2 + (1 - beta2) grad^2)         root_mean_square: one operation,
-                                                               nothing squared leaves the range
+        root = sqrt(beta2 root^2 + (1 - beta2) grad^2)         root_mean_square: one operation, so
+                                                               no square leaves the range
         direction = correction exp_avg / (root + eps_hat)
-        direction = direction + weight_decay weight            (where given and decoupled: AdamW, I.
+        direction = direction + weight_decay weight            (if given and decoupled: AdamW, I.
                                                                Loshchilov, F. Hutter 2019)
         weight = weight + (-lr) direction                      to nearest, with Kahan compensation,
                                                                or at random
 
     Args:
-        step: 1 for the first one.
-        root: the root of the second moment; ``residue`` holds its bits below the ulp unless a
-            ``key`` rounds it at random.
+        step: 1 for the first step.
+        root: the root of the second moment; ``residue`` holds its bits below the ulp, unless it is
+            rounded at random with a ``key``.
         negative_lr, weight_decay: codes of scalars.
         key: key of :func:`random_bits`, slot 0 for the weight and 1 for the root.
 
@@ -221,7 +222,7 @@ def adam_update(
 
 
 class Float32Codec(NamedTuple):
-    """The way that updates in float32 load and store codes.
+    """The functions by which updates in float32 load and store codes.
 
     It has ``decode(codes, fmt)``, ``encode(x, fmt)`` and ``encode_stochastic(x, fmt, bits)``.
     """
@@ -236,7 +237,7 @@ _LARGEST = np.finfo(np.float32).max
 
 
 def _inside(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return ``x`` clamped to float32's largest number, so that an overflow makes no NaN later."""
+    """Return ``x`` clamped to float32's largest number, so that an overflow causes no NaN later."""
     return np.clip(x, -_LARGEST, _LARGEST)
 
 
@@ -246,7 +247,7 @@ def _stored(
     codec: Float32Codec,
     bits: NDArray[np.int64] | None = None,
 ) -> Codes:
-    """Return the codes of ``x``; what has overflowed float32 saturates."""
+    """Return the codes of ``x``; float32 overflows saturate."""
     inside = _inside(x)
     codes: Codes = (
         codec.encode(inside, fmt) if bits is None else codec.encode_stochastic(inside, fmt, bits)
@@ -280,10 +281,10 @@ def sgd_update_float32(
 ) -> tuple[Codes, Codes | None, Codes | None]:
     """Return weight, buffer and compensation after one SGD step with float32 operations.
 
-    Codes are decoded, every operation is one of float32 (rounded to nearest, none fused), and what
-    is stored is encoded. Kahan's compensation is that of the stored weight.
+    Codes are decoded, every operation is a float32 operation (rounded to nearest, not fused), and
+    stored values are encoded. Kahan's compensation refers to the stored weight.
 
-    ``buffer = momentum buffer + grad``; ``update = -lr buffer`` from the buffer before it is
+    ``buffer = momentum buffer + grad``; ``update = -lr buffer``, with the buffer before it is
     rounded to the format.
     """
     codec = codec or REFERENCE_CODEC
@@ -303,10 +304,10 @@ def sgd_update_float32(
 def adam_scalars(beta1: float, beta2: float, eps: float) -> NDArray[np.float32]:
     """Return ``correction`` and ``eps_hat`` of steps 1, 2, ..., float32 [steps, 2].
 
-    :class:`AdamCodes` has their equations. Later steps have the last entry's values.
+    :class:`AdamCodes` has their equations. Later steps use the last entry.
 
     Raises:
-        ValueError: as :func:`check_adam`.
+        ValueError: as for :func:`check_adam`.
     """
     check_adam(beta1, beta2, eps)
     steps = np.arange(1, 2 + int(28 / -np.log(max(beta1, beta2))), dtype=np.float64)
@@ -337,8 +338,8 @@ def adam_update_float32(
 ) -> tuple[Codes, Codes, Codes, Codes | None, Codes | None]:
     """Return an Adam parameter's state after one step with float32 operations.
 
-    It is :func:`adam_update` computed as :func:`sgd_update_float32` computes; ``residue`` holds
-    codes here: the exact root less the stored one.
+    It is :func:`adam_update` with the operations of :func:`sgd_update_float32`; ``residue`` holds
+    codes here: the exact root minus the stored one.
     """
     codec = codec or REFERENCE_CODEC
     scalars = adam_scalars(beta1, beta2, eps)

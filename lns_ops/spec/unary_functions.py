@@ -1,28 +1,28 @@
 """Functions of one number as tables of their results.
 
-A format has at most 65,536 codes, so a table of results is the whole function.
+A format has at most 65,536 codes, so a table of all results represents the function completely.
 
-Why tables: exp, the logarithms, sigmoid, GELU, powers and their derivatives are then one memory
-access a value, rounded once, and the same on every device by construction. A table is built on the
-host when a (function, parameters, format) is first used, indexed by the low ``bits`` bits of a
-code, 2 bytes an entry: 8 KB for 12 bits, 128 KB for 16.
+Why tables: exp, the logarithms, sigmoid, GELU, powers and their derivatives take one memory access
+a value, are rounded once, and are the same on every device by construction. A table is built on the
+host when a combination of function, parameters and format is first used. It is indexed by the low
+``bits`` bits of a code, with 2 bytes an entry: 8 KB for 12 bits, 128 KB for 16.
 
 Rounding. Every entry is the code nearest in logarithm to the exact value at the exact argument
 ``sign x 2^(log / 2^f)``. The value is computed in float64 and trusted to a relative error of
-``2^-36``, some 10^4 times what these formulas err by; where both ends of that interval do not
-encode alike (an entry in some hundred tables), 60 digits decide. Powers are exact in integers, ``p
-log``, and so are sums with a number (``plus``), as those of two codes are. Only powers and
-exponentials with a power of two for a base have ties, which go to even, as in
-:func:`lns_ops.functional.sqrt`. Results above the range saturate, below it are zero.
+``2^-36``, some 10^4 times the actual error of the formulas. If the two ends of this interval have
+different codes (about one entry in a hundred tables), the value is computed with 60 digits. Powers
+are exact in integers, ``p log``. Sums with a number (``plus``) are exact, like sums of two codes.
+Ties occur only in powers, and in exponentials whose base is a power of two; they go to even, as in
+:func:`lns_ops.functional.sqrt`. Results above the range saturate, results below it are zero.
 
-Where a function has no value (log of zero or less, 0 to a negative power, fractional powers of
-negatives) the table holds :func:`undefined`, a word that no operation produces, and reading it is
-an error as division by zero is: raised on a CPU, counted on a GPU.
+Where a function is undefined (log of zero or less, 0 to a negative power, fractional powers of
+negatives) the table holds :func:`undefined`, a word that no operation produces. Reading it is an
+error like division by zero: it raises on a CPU and is counted on a GPU.
 
-A function is written once, against ``m``, which is :mod:`math` or :mod:`mpmath`; it raises
-``ValueError`` or ``ZeroDivisionError`` where it has no value. Derivatives are functions of their
-own: ``d_gelu`` and so on, of the *argument*, since ``1 - y`` of a result rounded near 1 has lost
-what the derivative of a sigmoid is made of.
+A function is written once, with ``m`` for either :mod:`math` or :mod:`mpmath`; it raises
+``ValueError`` or ``ZeroDivisionError`` where it is undefined. Derivatives are separate functions
+(``d_gelu`` and so on) of the *argument*: near 1 the rounded result of a sigmoid no longer
+determines ``1 - y``, and so the derivative.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from lns_ops.spec import reference
 from lns_ops.spec.format import LNSFormat, logarithm
 
 TRUSTED = 2.0**-36
-"""The relative error that float64 formulas stay below; where it could matter, 60 digits decide."""
+"""Upper bound for the relative error of float64 formulas; where it matters, 60 digits are used."""
 _DIGITS = 60
 
 _Scalar = Callable[..., Any]
 FUNCTIONS: dict[str, _Scalar] = {}
-"""The functions by name, each ``f(m, x, *parameters)``."""
+"""The functions by name, each as ``f(m, x, *parameters)``."""
 
 
 def _function(f: _Scalar) -> _Scalar:
@@ -76,7 +76,7 @@ def log(m: Any, x: Any) -> Any:
     """Return ``ln x``."""
     if x == 0:
         raise ValueError
-    # mpmath's logarithm of a negative is complex, and so is its root
+    # mpmath's logarithm or root of a negative number is complex
     return m.log(x) if x > 0 else m.sqrt(x)
 
 
@@ -190,7 +190,7 @@ def d_gelu_tanh(m: Any, x: Any) -> Any:
 
 @_function
 def softplus(m: Any, x: Any, beta: float, threshold: float) -> Any:
-    """Return ``ln(1 + e^(beta x)) / beta``, and ``x`` where ``beta x > threshold``, as torch."""
+    """Return ``ln(1 + e^(beta x)) / beta``, or ``x`` if ``beta x > threshold``, as torch does."""
     return x if beta * x > threshold else (max(beta * x, 0) + m.log1p(m.exp(-abs(beta * x)))) / beta
 
 
@@ -271,7 +271,7 @@ def d_hardswish(m: Any, x: Any) -> Any:
 
 
 def undefined(fmt: LNSFormat) -> int:
-    """Return a table's entry where its function has no value: the sign bit, a zero logarithm."""
+    """Return a table's entry for undefined results: the sign bit and a zero logarithm."""
     return fmt.sign_mask
 
 
@@ -279,17 +279,17 @@ def undefined(fmt: LNSFormat) -> int:
 def table(function: str, parameters: tuple[float, ...], fmt: LNSFormat) -> NDArray[np.int16]:
     """Return the codes of ``function`` at every code of a format.
 
-    The table is int16, ``2^bits`` entries, read-only, indexed by the low ``bits`` bits of the
+    The table is int16 with ``2^bits`` entries, read-only, indexed by the low ``bits`` bits of the
     argument.
 
     Args:
         function: a name in :data:`FUNCTIONS`; ``power`` with the exponent as its only parameter; or
-            ``plus`` with a number, whose logarithm is rounded as encoding rounds, without bounds.
-        parameters: what the function takes besides its argument.
+            ``plus`` with a number of any size, whose logarithm is rounded as in encoding.
+        parameters: arguments of the function after the first.
         fmt: the format of argument and result.
 
     Raises:
-        ValueError: no such function, or a parameter that is not finite.
+        ValueError: unknown function, or a parameter that is not finite.
     """
     if function not in FUNCTIONS and function not in _EXACT:
         raise ValueError(
@@ -323,7 +323,7 @@ def _power(codes: NDArray[np.int16], p: float, fmt: LNSFormat) -> NDArray[np.int
 
 
 def _plus(codes: NDArray[np.int16], number: float, fmt: LNSFormat) -> NDArray[np.int16]:
-    """Return the sums of codes and a number other than 0."""
+    """Return the sums of codes and a nonzero number."""
     other = np.array(number < 0), np.array(logarithm(abs(number), fmt.fraction_bits))
     sums = reference.add_unpacked(*reference.unpack(codes, fmt), *other, fmt.fraction_bits)
     return reference.pack(*sums, fmt)
@@ -333,10 +333,10 @@ _EXACT = {"power": _power, "plus": _plus}
 
 
 def _rounded_products(p: Fraction, logs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return ``p log`` rounded half to even, and 2^20 or -2^20 for what is beyond.
+    """Return ``p log`` rounded half to even, or 2^20 or -2^20 for larger products.
 
-    A product of 38 and 15 bits is exact in float64, one of more bits is within 2^-33 of the exact
-    one; where that is as near to a tie, fractions decide.
+    A product of 38 and 15 bits is exact in float64. A product of more bits is within 2^-33 of the
+    exact one; if that is too close to a tie, fractions are used.
     """
     limit = 1 << 20
     with np.errstate(over="ignore", under="ignore"):
@@ -351,11 +351,11 @@ def _rounded_products(p: Fraction, logs: NDArray[np.int64]) -> NDArray[np.int64]
 def _values(
     f: _Scalar, arguments: list[float], parameters: tuple[float, ...]
 ) -> tuple[NDArray[np.float64], list[int]]:
-    """Return the float64 values of a function, and where it has none.
+    """Return the float64 values of a function, and the indices at which it is undefined.
 
     Beyond float64's range a value is its largest number, which saturates every format. The loop
-    makes nothing but numbers: of one that makes 65,536 pairs, four fifths of the time are the
-    garbage collector's, which walks all that torch has made.
+    creates only numbers: if it created 65,536 pairs, four fifths of its time would be garbage
+    collection, which visits all of torch's objects.
     """
     values, missing = [], []
     for i, x in enumerate(arguments):

@@ -1,26 +1,29 @@
 """LNSTensor: a torch.Tensor of LNS codes, two bytes a value, with LNS arithmetic.
 
-A wrapper subclass: torch sees a float32 tensor of the same shape, autograd runs its own formulas,
-and each aten operation that reaches ``__torch_dispatch__`` is looked up in a table of LNS kernels.
-nn.Module parameters, hooks, ``state_dict`` and deepcopy work unmodified. Conversions are few and
-written down: functions without an arithmetic in LNS are computed in float32 and encoded once, by
-name (:mod:`lns_ops.tensor.decoded`); float tensors that meet LNS ones are encoded by one rule, and
-counted (:mod:`lns_ops.tensor.promotion`), as Python numbers, booleans and integers are. Any other
-operation without an LNS kernel raises with its name (or is computed in float32 and counted, inside
-:func:`lns_ops.allow_float_fallback`). At the edge of a network the
-losses (``cross_entropy``, ``log_softmax``, ``mse_loss``, ...: see :mod:`lns_ops.tensor.ops.losses`)
-take the values out to float32 first, so that the gradient of the loss is computed in float32 and
-enters the network as LNS codes.
+LNSTensor is a wrapper subclass. torch sees a float32 tensor of the same shape, autograd uses its
+own formulas, and each aten operation that reaches ``__torch_dispatch__`` is looked up in a table of
+LNS kernels. nn.Module parameters, hooks, ``state_dict`` and deepcopy work unmodified.
 
-Operations live in :mod:`lns_ops.tensor.ops`, one topic a file, and register themselves in
-:mod:`lns_ops.tensor.registry`: :func:`handles` for aten operators, and :func:`replaces` for torch
-functions whose LNS form has gradient formulas of its own. An operator in place takes its form out
-of place; a composite one that arrives whole (under ``torch.inference_mode``) is taken apart by
-torch's own decomposition.
+There are few conversions between LNS and float, and all are documented:
 
-Two functions cross the border, differentiable both ways: :meth:`LNSTensor.from_float` and
-:meth:`LNSTensor.to_float`; the gradient crosses in the opposite direction by the opposite
-conversion.
+- Functions without an LNS arithmetic are computed in float32 and encoded once. They are listed by
+  name (:mod:`lns_ops.tensor.decoded`).
+- If an operation combines float tensors with LNS, the floats are encoded by one rule, and counted
+  (:mod:`lns_ops.tensor.promotion`). Python numbers, booleans and integers are encoded, too.
+- Any other operation without an LNS kernel raises with its name. Inside
+  :func:`lns_ops.allow_float_fallback` it is computed in float32 and counted.
+- Losses (``cross_entropy``, ``log_softmax``, ``mse_loss``, ...: see
+  :mod:`lns_ops.tensor.ops.losses`) first decode their inputs to float32, so the gradient of the
+  loss is computed in float32 and enters the network as LNS codes.
+
+Operations are defined in :mod:`lns_ops.tensor.ops`, one topic a file, and registered in
+:mod:`lns_ops.tensor.registry`: with :func:`handles` for aten operators, and with :func:`replaces`
+for torch functions whose LNS form has its own gradient formulas. An in-place operator uses its
+out-of-place form. A composite operator that is not decomposed before dispatch (under
+``torch.inference_mode``) uses torch's decomposition.
+
+:meth:`LNSTensor.from_float` and :meth:`LNSTensor.to_float` convert explicitly. Both are
+differentiable; each one's gradient is converted by the other.
 """
 
 from lns_ops.tensor.lns_tensor import (

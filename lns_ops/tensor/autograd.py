@@ -1,10 +1,10 @@
-"""Backward passes started from an LNSTensor.
+"""Backward passes that start at an LNSTensor.
 
-torch runs a torch function of a tensor subclass with the subclass's ``__torch_function__`` switched
-off, all of a backward pass included when it was started as ``x.backward()``. What an activation
-checkpoint computes again in there would then miss its replacements
-(:func:`lns_ops.tensor.replaces`). So these start the pass from the edges of the graph instead of
-from tensors, which torch does not regard as a torch function.
+torch runs a torch function of a tensor subclass with ``__torch_function__`` disabled. If a backward
+pass is started as ``x.backward()``, this holds for all of it, and operations that an activation
+checkpoint recomputes would bypass their replacements (:func:`lns_ops.tensor.replaces`). So the
+functions here start the pass from graph edges instead of tensors, which torch does not treat as a
+torch function.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def _edges(tensors: Sequence[Any]) -> tuple[GradientEdge, ...]:
 
 
 def _seeds(tensors: Sequence[Any], grads: Any) -> tuple[Any, ...]:
-    """Return the gradients to start from: those given, in each tensor's kind, and ones."""
+    """Return the initial gradients: the given ones, converted to each tensor's kind, or ones."""
     given = (None,) * len(tensors) if grads is None else _tuple(grads)
     for t, g in zip(tensors, given, strict=True):
         if g is None and isinstance(t, Tensor) and t.numel() != 1:
             raise RuntimeError(
-                f"gradient of an LNSTensor of shape {tuple(t.shape)}: only that of a scalar is 1;"
-                " pass the gradient"
+                f"gradient of an LNSTensor of shape {tuple(t.shape)}: it defaults to 1 only for a"
+                " scalar; pass the gradient"
             )
     return tuple(_seed(t, g) for t, g in zip(tensors, given, strict=True))
 
@@ -55,7 +55,7 @@ def _seed(t: Any, grad: Any) -> Any:
 
 @handles(aten._has_same_storage_numel.default)
 def _tangent(func: Any, x: Tensor, tangent: Tensor) -> bool:
-    """Refuse what forward mode alone asks, as it gives a tangent to a tensor."""
+    """Reject the assignment of a tangent, which only forward mode needs."""
     refuse_forward_mode("the tangent of an LNSTensor")
     return x.numel() == tangent.numel()
 
@@ -94,7 +94,7 @@ def grad(
     """Return ``torch.autograd.grad``, run from the edges of the graph.
 
     Raises:
-        ValueError: batches of unequal numbers of gradients.
+        ValueError: ``grad_outputs`` are batches of different sizes.
     """
     if is_grads_batched:
         retain = create_graph if retain_graph is None else retain_graph
@@ -122,7 +122,7 @@ def grad(
 def _one_by_one(
     outputs: Any, inputs: Any, batched: Any, retain: bool, **options: Any
 ) -> tuple[Any, ...]:
-    """Return the gradients of batches of gradients, one of each after the other, stacked."""
+    """Return the stacked gradients for batches of ``grad_outputs``, computed one by one."""
     seeds = _tuple(batched)
     sizes = {len(s) for s in seeds if s is not None}
     if len(sizes) != 1:

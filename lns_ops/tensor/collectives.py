@@ -1,10 +1,10 @@
-"""Refusal of torch.distributed on LNSTensors, with what to use instead.
+"""Reject torch.distributed on LNSTensors, and name the alternatives.
 
-Collectives read memory, and add it up in an order of their own: of an LNSTensor they would take
-float32 values that it has not (:mod:`lns_ops.tensor.ops.structure`), or sums that are not the
-contract's. ``DistributedDataParallel`` puts gradients into float32 buffers, ``fully_shard`` cuts
-and gathers parameters, tensor parallelism scatters them. Each is refused where it starts, with
-what does the same with the contract's bits. Codes are ordinary int16 tensors, which may travel as
+Collectives read memory and add values in their own order. From an LNSTensor they would read float32
+memory that does not exist (:mod:`lns_ops.tensor.ops.structure`), and their sums would differ from
+the contract. ``DistributedDataParallel`` puts gradients into float32 buffers, ``fully_shard`` cuts
+and gathers parameters, tensor parallelism scatters them. Each raises where it starts, with an
+alternative that keeps the contract's bits. Codes are ordinary int16 tensors and can be sent as
 bytes.
 """
 
@@ -23,24 +23,24 @@ SHARDS = (
 
 
 def refuse(name: str) -> NoReturn:
-    """Refuse an operator between processes.
+    """Reject a collective operator.
 
     Raises:
         NotImplementedError: always.
     """
     raise NotImplementedError(
-        f"{name} of an LNSTensor: torch.distributed would read float32 values where there are"
-        " codes, and add them in an order of its own. To train replicas, wrap the model by"
+        f"{name} of an LNSTensor: torch.distributed would read float32 values instead of codes, and"
+        " add them in another order. To train replicas, wrap the model by"
         " lns_ops.distributed_data_parallel instead of DistributedDataParallel; FSDP and tensor"
-        " parallelism have no LNS form (fully_shard takes scope='matmul'); to send a tensor, send"
-        " x.codes.view(torch.uint8) or x.to_float()"
+        " parallelism have no LNS form (fully_shard works with scope='matmul'); to send a tensor,"
+        " send x.codes.view(torch.uint8) or x.to_float()"
     )
 
 
 @handles(aten.mul.out)
 def _into_bucket(func: Any, x: Any, y: Any, *, out: Any) -> NoReturn:
-    """Refuse what DistributedDataParallel does to gradients without a hook of ours."""
+    """Reject the write to a gradient bucket by DistributedDataParallel without our hook."""
     refuse("DistributedDataParallel's mean")
 
 
-takes_floats(aten.mul.out)  # a bucket holds anything before, NaN too: nothing to encode
+takes_floats(aten.mul.out)  # a new bucket contains arbitrary values, also NaN: do not encode it

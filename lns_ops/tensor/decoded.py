@@ -1,17 +1,17 @@
-"""Functions without an arithmetic of their own in LNS: decoded, computed in float32, encoded once.
+"""Functions without an LNS arithmetic: decoded, computed in float32, encoded once.
 
-A sine, a matrix inverse, a sampling grid or a random draw has nothing to gain from logarithms. Such
-a function takes the values of its LNS arguments, is torch's own in float32, and its floating-point
-results are encoded, each rounded once; the gradient crosses the same border backwards, so it is
-torch's float32 gradient, rounded once. What only compares or selects (``unique``, ``cummax``) is
-exact so. Results that are complex, sparse, boolean or integer stay what they are: a Fourier
-transform goes on in complex float32 until real values meet LNS again.
+A sine, a matrix inverse, a sampling grid or a random draw does not benefit from logarithms. Such a
+function decodes its LNS arguments, runs torch's float32 function, and encodes its floating-point
+results, each rounded once. The backward pass is the same in reverse: torch's float32 gradient,
+rounded once. Functions that only compare or select (``unique``, ``cummax``) are therefore exact.
+Complex, sparse, boolean and integer results are not encoded. For example a Fourier transform
+continues in complex float32 until an operation combines its real values with LNS.
 
-Functions that round (``floor``, ``remainder``) get integers back first
-(:mod:`lns_ops.tensor.integers`); what is compared with numbers and tensors (``bucketize``,
-``isin``) is compared with their encoded values, as by ``==``.
+Before rounding functions (``floor``, ``remainder``), integers are restored
+(:mod:`lns_ops.tensor.integers`). Functions that compare with numbers and tensors (``bucketize``,
+``isin``) compare with their encoded values, as ``==`` does.
 
-A result that is infinite or NaN raises, as in the rest of LNS.
+An infinite or NaN result raises, as everywhere in LNS.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ROUNDING = {
 }  # fmt: skip
 _COMPARING = {"bucketize", "searchsorted", "isin", "isclose", "allclose"}
 COMPARED = {"input", "other", "boundaries", "sorted_sequence", "elements", "test_elements", "self"}
-"""Names of the two arguments, the first ones, that such a function compares."""
+"""Names of the first two arguments, which such a function compares."""
 _FAMILIES = (
     "linalg_", "_linalg_", "fft_", "_fft_", "special_", "fake_quantize_", "_fake_quantize_",
     "fused_moving_avg_obs_fake_quant",
@@ -59,7 +59,7 @@ _FAMILIES = (
 
 @cache
 def is_decoded(name: str) -> bool:
-    """Return whether a function of this name is computed in float32."""
+    """Return whether the function with this name is computed in float32."""
     return (
         name in NAMES
         or name.startswith(_FAMILIES)
@@ -68,12 +68,12 @@ def is_decoded(name: str) -> bool:
 
 
 def rounds(name: str) -> bool:
-    """Return whether a function looks for integers (:mod:`lns_ops.tensor.integers`)."""
+    """Return whether a function rounds to integers (:mod:`lns_ops.tensor.integers`)."""
     own, _, overload = name.partition(".")
     own = own if own.startswith("__") else own.removesuffix("_")
     return own in _ROUNDING or f"{own}.{overload}" in _ROUNDING
 
 
 def compares(name: str) -> bool:
-    """Return whether a function compares values, so that float ones must be encoded first."""
+    """Return whether a function compares values, so that its float arguments must be encoded."""
     return name in _COMPARING

@@ -1,8 +1,8 @@
-"""Functions that ``torch.compile``'s tracer leaves alone, registered when the tracer is imported.
+"""Functions that ``torch.compile`` does not trace into, registered when its tracer is imported.
 
 ``torch.compiler.allow_in_graph`` imports torch._dynamo, which takes as long as the rest of torch
-(1.6 s) and which only programs that compile need. So functions wait here until somebody else
-imports it.
+(1.6 s), and only programs that compile need it. So functions are kept here until another module
+imports torch._dynamo.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def once_imported(action: Callable[[], object]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """An import hook that finds the tracer as usual and has it told once it is imported."""
+    """An import hook that runs the waiting actions once the tracer is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,18 +1,21 @@
 """allow_float_fallback: operations without an LNS kernel, computed in float32 and counted.
 
-Inside the context such an operation decodes its LNS arguments, runs as torch's float32 operation,
-and encodes its floating-point results in the format of the first LNS argument: one rounding a
-value, but the operation's own arithmetic is float32, not LNS. Nothing happens silently: the context
-tells how often each operation was converted.
+Inside the context such an operation decodes its LNS arguments, runs torch's float32 operation, and
+encodes its floating-point results in the format of the first LNS argument. Each value is rounded
+once, but the arithmetic is float32, not LNS. The context counts each operation, so no conversion is
+silent.
 
+>>> import torch
+>>> from lns_ops import LNSTensor
+>>> x = LNSTensor.from_float(torch.tensor([1.0, 2.0]), "lns16")
 >>> with allow_float_fallback() as converted:
 ...     y = torch.i0(x)
 >>> converted.counts
-{'aten.i0.default': 1}
+Counter({'aten.i0.default': 1})
 
-Limits: views are refused, since a converted copy would not share memory; what is computed inside a
-compiled graph is counted when the graph is traced, not when it runs. The context holds for all
-threads of the process, as backward passes on a GPU run in torch's own.
+Limits: views raise, because a converted copy would not share memory. Operations inside a compiled
+graph are counted when the graph is traced, not when it runs. The context applies to all threads of
+the process, because backward passes on a GPU run in torch's threads.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class FloatFallback:
     """The counts of :func:`allow_float_fallback`.
 
     Attributes:
-        counts: how often each operation was converted, by its name.
+        counts: number of conversions of each operation, by name.
     """
 
     def __init__(self) -> None:
@@ -43,7 +46,14 @@ class FloatFallback:
 def allow_float_fallback() -> Iterator[FloatFallback]:
     """Compute operations that have no LNS kernel in float32, and count them.
 
-    The head of this file has the limits.
+    >>> import torch
+    >>> from lns_ops import LNSTensor
+    >>> with allow_float_fallback() as converted:
+    ...     y = torch.i0(LNSTensor.from_float(torch.tensor([1.0, 2.0]), "lns16"))
+    >>> converted.counts
+    Counter({'aten.i0.default': 1})
+
+    :mod:`lns_ops.tensor.fallback` lists the limits.
     """
     record = FloatFallback()
     _active.append(record)
@@ -54,11 +64,11 @@ def allow_float_fallback() -> Iterator[FloatFallback]:
 
 
 def active() -> FloatFallback | None:
-    """Return the innermost context, or None outside of any."""
+    """Return the innermost open context, or None."""
     return _active[-1] if _active else None
 
 
 def count(name: str) -> None:
-    """Count one more conversion of the operation ``name``, in every context that is open."""
+    """Count a conversion of the operation ``name`` in every open context."""
     for record in _active:
         record.counts[name] += 1

@@ -1,23 +1,25 @@
-"""Sums of the gradients that reach one tensor, in float32 from the third one on.
+"""Sums of three or more gradients of one tensor, in float32.
 
-autograd adds the gradients of a tensor's uses one by one, and those of several backward passes to
-``p.grad``. One by one LNS sums stick, as :mod:`lns_ops.spec.reference` says: 512 equal gradients
-add up to 370 times one of them in lns16 and to 185 times in lns12. So the sum of two gradients is
-an LNS sum, and that of more is kept in float32 beside the codes, which are the encoded sum.
+If a tensor is used several times, autograd adds the gradients of these uses one by one. It also
+adds the gradients of several backward passes to ``p.grad``. Repeated LNS additions stick, as
+:mod:`lns_ops.spec.reference` explains: 512 equal gradients add up to 370 times one of them in lns16
+and to 185 times in lns12. So the sum of two gradients is an LNS sum, and a sum of more is kept in
+float32 beside the codes, which hold the encoded sum.
 
-- Within a backward pass the engine adds up what reaches one place of the graph. Its sums are known
-  by their caller, the engine, and by the nodes that the gradient is on its way to. A sum that has
-  arrived is a gradient like any other: those of layers that are chained are not one sum.
-- Between passes ``p.grad`` keeps the float32 sum, 4 bytes an element, once it has been added to.
-  Whatever writes to ``p.grad`` otherwise (``zero_``, clipping) ends that sum: the next gradient is
-  added to what stands there. So does the begin of a CUDA graph's capture, since a replay knows
-  nothing of what has been written since.
+- Within a backward pass the engine adds the gradients that arrive at one place of the graph. Its
+  additions are recognized by their caller, the engine, and by the nodes to which the gradient goes
+  next. Once it has arrived, a sum is a gradient like any other; sums of consecutive layers are
+  separate.
+- Between passes ``p.grad`` keeps the float32 sum, 4 bytes an element, from the first addition. Any
+  other write to ``p.grad`` (``zero_``, clipping) ends that sum, and the next gradient is added to
+  the written value. The start of a CUDA graph capture ends it, too, because a replay would not
+  notice later writes.
 
-float32 additions of two numbers are rounded in one way only, so the bits are the same on every
-device. Sums beyond float32's range stay at its end.
+A float32 addition of two numbers is rounded in only one way, so the bits are the same on every
+device. Sums beyond float32's range are clamped to it.
 
-:func:`set_gradient_accumulation` brings the LNS additions back, to study what they lose. What is
-added by Python code (``acc = acc + x``), by compiled autograd and by transforms is always theirs.
+:func:`set_gradient_accumulation` restores LNS additions, to study what they lose. Additions in
+Python code (``acc = acc + x``), in compiled autograd and in transforms are always LNS additions.
 """
 
 from __future__ import annotations
@@ -43,17 +45,17 @@ from lns_ops.tensor.lns_tensor import LNSTensor
 
 _MOST = torch.finfo(torch.float32).max
 _LEAF = frozenset({-1})
-"""Where a gradient is on its way to that is added to ``p.grad``."""
+"""The destination of a gradient that is added to ``p.grad``."""
 
 
 class _Sum(NamedTuple):
-    """What is behind the codes of a sum of gradients.
+    """The exact data of a sum of gradients, of which the codes hold the rounded value.
 
     Attributes:
-        ends: numbers of the nodes that it may be on its way to.
+        ends: ids of the nodes to which it may go.
         terms: two gradients, or the sum itself in float32.
-        versions: of the gradients, or of the sum's codes: nobody may have written to them since.
-        captured: whether a CUDA graph was captured as it was made.
+        versions: versions of the gradients, or of the sum's codes, to detect later writes.
+        captured: whether a CUDA graph was being captured when it was created.
     """
 
     ends: frozenset[int]
@@ -63,9 +65,9 @@ class _Sum(NamedTuple):
 
 
 class _Unread(LNSTensor):
-    """A sum that is encoded as it is read, and then an LNSTensor like any other.
+    """A sum that is encoded when it is first read, and is an ordinary LNSTensor afterwards.
 
-    Most sums are not read: another term is added to them.
+    Most sums are never read, because another term is added to them.
     """
 
     @staticmethod
@@ -87,7 +89,7 @@ class _Unread(LNSTensor):
 
 
 def _versions(*gradients: Any) -> tuple[int, ...]:
-    """Return numbers that change as something is written to gradients or to their codes."""
+    """Return the versions of gradients and of their codes, which change with every write."""
     return tuple(
         v
         for g in gradients
@@ -96,11 +98,11 @@ def _versions(*gradients: Any) -> tuple[int, ...]:
 
 
 def _ends(shape: torch.Size) -> frozenset[int] | None:
-    """Return where a gradient of ``shape`` goes that the engine adds up now; None if it does no
-    such thing."""
+    """Return the nodes to which a gradient of ``shape`` goes that the engine is adding up, or None
+    if the engine is not adding."""
     if graph_task() == -1 or get_gradient_accumulation() != "float32":
         return None
-    caller = sys._getframe(3)  # of the handler
+    caller = sys._getframe(3)  # the caller of the handler
     while caller is not None and caller.f_code.co_name in dispatching:
         caller = caller.f_back  # type: ignore[assignment]
     if caller is not None and caller.f_code is not engine_code:
@@ -114,7 +116,7 @@ def _captures(x: Tensor) -> bool:
 
 
 def _found(x: LNSTensor, ends: frozenset[int]) -> _Sum | None:
-    """Return what is behind the codes of ``x`` if it is the sum that goes to ``ends``."""
+    """Return the data of ``x`` if it is the sum that goes to ``ends``, otherwise None."""
     known: _Sum | None = x.__dict__.get("_sum")
     if known is None or not known.ends & ends or known.captured != _captures(x):
         return None
@@ -132,7 +134,7 @@ def _is_sum(x: Any, y: Any) -> bool:
 
 
 def _total(known: _Sum | None, x: LNSTensor, y: LNSTensor, into: bool = False) -> Tensor:
-    """Return the sum of a sum and ``y`` in float32; ``into``: in the memory of the former."""
+    """Return a known sum plus ``y`` in float32; with ``into``, in the memory of the known sum."""
     first, *others = (x,) if known is None else known.terms
     if isinstance(first, LNSTensor):
         first, into = lns.decode(first.codes, x.fmt), True
@@ -143,10 +145,10 @@ def _total(known: _Sum | None, x: LNSTensor, y: LNSTensor, into: bool = False) -
 
 
 def summed(x: Any, y: Any) -> LNSTensor | None:
-    """Return the sum of two gradients that the engine adds up; None if these are not such."""
+    """Return the sum of two gradients that the engine adds, or None in any other case."""
     if graph_task() == -1:
         return None
-    with DisableTorchFunction():  # every attribute that is read would call a function of ours
+    with DisableTorchFunction():  # otherwise every attribute access would call our function
         if not _is_sum(x, y):
             return None
         ends = _ends(x.shape)
@@ -168,7 +170,7 @@ def summed(x: Any, y: Any) -> LNSTensor | None:
 
 
 def add_(x: Any, y: Any) -> bool:
-    """Add the gradient ``y`` to the ``x`` of a leaf, if that is what the engine does."""
+    """Add the gradient ``y`` to a leaf's gradient ``x`` if the engine is doing that."""
     added = graph_task() != -1 and _is_sum(x, y) and _ends(x.shape) == _LEAF
     if added:
         _accumulate_(x, y)
@@ -181,13 +183,13 @@ def _accumulate_(x: LNSTensor, y: LNSTensor) -> None:
     codes = lns.add(x.codes, y.codes, x.fmt) if known is None else lns.encode(total, x.fmt)
     x.codes.copy_(codes)
     version, of_codes = _versions(x)
-    # torch counts an operation in place once it is done
+    # torch counts the write of an in-place operation when it is done
     x.__dict__["_sum"] = _Sum(_LEAF, (total,), (version + 1, of_codes), _captures(x))
 
 
 @torch.no_grad()
 def add_gradient_(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to the gradient of a parameter of any kind as autograd does."""
+    """Add to the gradient of a parameter, LNS or float, as autograd does."""
     if parameter.grad is None:
         parameter.grad = gradient
     elif get_gradient_accumulation() == "float32" and _is_sum(parameter.grad, gradient):

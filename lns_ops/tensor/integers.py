@@ -1,19 +1,18 @@
-"""Conversion of LNS values to integers and to angles: what rounding leaves of large ones.
+"""Conversion of LNS values to integers, and warnings for large integers and angles.
 
-A code that encodes an integer counts as that integer.
-
-In lns16 the number 5 is kept as 4.994 and 6 as 6.004, so rounding down or up, remainders and
-``x.long()`` would turn an index into its neighbour. For these an LNS value that is the code of an
-integer is that integer: ``x.floor().long()`` is an index, and rounding down twice is rounding down
-once.
+In lns16 the number 5 is stored as 4.994 and 6 as 6.004. Rounding functions, remainders and
+``x.long()`` would turn an index into its neighbour. So for these functions an LNS value whose code
+is the code of an integer counts as that integer: ``x.floor().long()`` is an index, and rounding
+down is idempotent.
 
 Limit: beyond ``1 / (2^(2^-f) - 1)`` (184 in lns16, 91 in lns12) integers can share a code; the
-first that do are 198 and 199 (93 and 94). The nearest one to the value is taken, and ``x.long()``
-of numbers beyond the limit warns.
+first that do are 198 and 199 (93 and 94). The integer nearest to the value is used, and
+``x.long()`` of numbers beyond the limit warns.
 
-An angle is rounded by a share of itself, too: beyond some magnitude (145 in lns16, 72 in lns12) by
-a sixteenth of a turn or more, so that a sine says little. :data:`PERIODIC` functions warn of it,
-once a conversion, on a GPU among their first calls only, as it is waited for.
+An angle has a relative rounding error, too. Beyond some magnitude (145 in lns16, 72 in lns12) the
+error is a sixteenth of a turn or more, so its sine has little meaning. :data:`PERIODIC` functions
+warn of it once a conversion. On a GPU they check only their first calls, because each check waits
+for the GPU.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from lns_ops.spec.format import LNSFormat
 
 
 def restored(codes: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return the float32 values of ``codes``, each the integer that its code stands for, if any."""
+    """Return the float32 values of ``codes``; the code of an integer becomes that integer."""
     values = lns.decode(codes, fmt)
     nearest = values.round()
     return torch.where(lns.encode(nearest, fmt) == codes, nearest, values)
 
 
 def limit(fmt: LNSFormat) -> int:
-    """Return a number up to which all integers have codes of their own."""
+    """Return a number up to which all integers have different codes."""
     return int(1 / (2.0 ** (2.0**-fmt.fraction_bits) - 1))
 
 
 def taken_out(codes: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return :func:`restored` values on their way to an integer dtype, and warn of large ones."""
+    """Return :func:`restored` values before conversion to an integer dtype; warn of large ones."""
     values, largest = restored(codes, fmt), limit(fmt)
     if _readable(codes) and bool((values.abs() > largest).any()):
         warnings.warn(
             f"integers out of {fmt} beyond {largest}: several share a code there, so {largest + 1}"
-            " and its neighbours may be mixed up; give the module indices as an integer tensor, or"
-            " leave out the module that makes them (filter_fn of lns_ops.convert_)",
+            " and its neighbours may be mixed up; pass indices to the module as an integer tensor,"
+            " or leave out the module that computes them (filter_fn of lns_ops.convert_)",
             stacklevel=5,
         )
     return values
@@ -56,18 +55,18 @@ def taken_out(codes: Tensor, fmt: LNSFormat) -> Tensor:
 PERIODIC = {"sin", "cos", "tan", "polar"}
 """The torch functions whose last argument is an angle."""
 LOOKS = 32
-"""How many of their calls are looked at on a GPU after a conversion."""
+"""Number of calls that are checked on a GPU after a conversion."""
 _left = LOOKS
 
 
 def start_over() -> None:
-    """Look at angles again: a network was converted."""
+    """Check angles again, because a network was converted."""
     global _left
     _left = LOOKS
 
 
 def largest_angle(fmt: LNSFormat) -> float:
-    """Return the angle that rounding to nearest may move by a sixteenth of a turn."""
+    """Return the smallest angle that rounding to nearest may move by a sixteenth of a turn."""
     return float(math.tau / 16 / (2.0 ** (2.0 ** -(fmt.fraction_bits + 1)) - 1))
 
 
@@ -84,15 +83,15 @@ def warn_of_angles(name: str, codes: Tensor, fmt: LNSFormat) -> None:
         warnings.warn(
             f"{name} of up to {largest:.4g} in {fmt}: angles beyond {limit:.0f} are rounded by a"
             f" sixteenth of a turn or more, this one by up to {share:.2g} turns; compute positions,"
-            " times and coordinates in float32 (a module with a forward of its own takes float"
-            " inputs as they are), or leave out the module that makes them (filter_fn of"
+            " times and coordinates in float32 (a module with its own forward gets float inputs"
+            " unchanged), or leave out the module that computes them (filter_fn of"
             " lns_ops.convert_)",
             stacklevel=5,
         )
 
 
 def _readable(codes: Tensor) -> bool:
-    """Return whether values can be looked at: not while code is traced or a CUDA graph made."""
+    """Return whether values can be read: code is not traced and no CUDA graph is captured."""
     if type(codes) is not Tensor or torch.compiler.is_compiling():
         return False
     return not (codes.is_cuda and torch.cuda.is_current_stream_capturing())

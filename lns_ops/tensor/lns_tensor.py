@@ -1,6 +1,6 @@
 """LNSTensor: the wrapper subclass, its dispatch, and conversion from and to float tensors.
 
-:mod:`lns_ops.tensor` says what becomes of an operator without an LNS form.
+:mod:`lns_ops.tensor` describes how operators without an LNS kernel are handled.
 """
 
 from __future__ import annotations
@@ -42,17 +42,24 @@ _READS = {
     ),
     version_of,
 }
-"""The torch functions that only look at a tensor, the most frequent ones of a training step."""
+"""Torch functions that only inspect a tensor; the most frequent ones of a training step."""
 _OWN = {"codes", "fmt", "_sum"}
-"""The attributes of LNSTensors that users have not given them."""
+"""Attributes of LNSTensors that are not set by users."""
 
 
 class LNSTensor(torch.Tensor):
     """A tensor of LNS values.
 
+    >>> import torch
+    >>> x = LNSTensor.from_float(torch.tensor([1.0, 2.0, 3.0]), "lns12")
+    >>> x * x
+    LNSTensor([1.0000, 4.0000, 8.9151], fmt=lns12)
+    >>> (x * x).to_float()
+    tensor([1.0000, 4.0000, 8.9151])
+
     Attributes:
-        codes: int16 codes, the tensor's shape and strides.
-        fmt: their format.
+        codes: int16 codes, with the tensor's shape and strides.
+        fmt: the format of the codes.
     """
 
     codes: Tensor
@@ -60,7 +67,7 @@ class LNSTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, fmt: LNSFormat) -> LNSTensor:
-        # a view of a tensor from outside is of its kind
+        # in inference mode, codes from outside it keep an ordinary LNSTensor (a view needs that)
         if torch.is_inference_mode_enabled() and not codes.is_inference():
             with torch.inference_mode(False):
                 return LNSTensor.__new__(cls, codes, fmt)
@@ -80,11 +87,15 @@ class LNSTensor(torch.Tensor):
     def from_float(x: Tensor, fmt: LNSFormat | str = lns16) -> LNSTensor:
         """Encode ``x`` (any real dtype) in ``fmt`` (a format or its name).
 
-        It is differentiable; the gradient comes back as float32.
+        Differentiable; the gradient is float32.
+
+        >>> import torch
+        >>> LNSTensor.from_float(torch.tensor([1.0, 3.0]), "lns16").codes
+        tensor([16384, 16587], dtype=torch.int16)
 
         Raises:
-            ValueError: ``x`` holds a NaN or an infinity.
-            NotImplementedError: a transform of ``torch.func`` goes on, or forward mode.
+            ValueError: ``x`` contains a NaN or an infinity.
+            NotImplementedError: within a transform of ``torch.func`` or in forward mode.
         """
         promotion.refuse_transforms(x)
         apply: Callable[..., LNSTensor] = _FromFloat.apply
@@ -93,28 +104,28 @@ class LNSTensor(torch.Tensor):
     def to_float(self) -> Tensor:
         """Return the values as float32.
 
-        It is differentiable; the gradient is encoded in this tensor's format.
+        Differentiable; the gradient is encoded in this tensor's format.
         """
         return _ToFloat.apply(self, lns.decode)  # type: ignore[no-untyped-call, no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if type(self.codes) is not Tensor:  # traced by torch.compile: there are no values to show
+        if type(self.codes) is not Tensor:  # traced by torch.compile, so the values are unknown
             return f"LNSTensor(shape={tuple(self.shape)}, fmt={self.fmt})"
         values = lns.decode(self.codes, self.fmt)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"LNSTensor({tensor_text(values, 10)}, fmt={self.fmt}{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LNSTensor:
-        """Return a copy with codes of its own.
+        """Return a copy with its own codes.
 
-        It shares memory with the copies of the tensors that this one shares memory with.
+        If tensors share memory, their copies share memory, too.
         """
         if id(self) in memo:
             return cast(LNSTensor, memo[id(self)])
         if not self.is_leaf:
             raise RuntimeError(
-                "deepcopy of an LNSTensor that was computed: only leaves of the graph are copied;"
-                " use x.detach()"
+                "deepcopy of an LNSTensor that is the result of a computation: only leaves of the"
+                " graph can be copied; use x.detach()"
             )
         rest = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         made = _rebuilt(
@@ -125,13 +136,13 @@ class LNSTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Return what pickle and torch.save keep: codes with shared memory, format, attributes."""
+        """Return what pickle and torch.save store: codes with shared memory, format, attributes."""
         rest = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         return _rebuilt, (self.codes, self.fmt, self.requires_grad, rest)
 
     @property
     def fsdp_pre_all_gather(self) -> NoReturn:
-        """Refuse ``fully_shard``, which looks for this as it starts.
+        """Reject ``fully_shard``, which looks up this method when it starts.
 
         Raises:
             NotImplementedError: always.
@@ -200,7 +211,7 @@ class LNSTensor(torch.Tensor):
 
 
 def _is_plain(x: Any) -> bool:
-    """Return whether ``x`` is a float or complex tensor, and no LNSTensor, or a complex number."""
+    """Return whether ``x`` is a complex number, or a float or complex tensor but no LNSTensor."""
     return (
         type(x) is not LNSTensor
         and isinstance(x, Tensor)
@@ -210,7 +221,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _meets_floats(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether there is a float or complex tensor among arguments."""
+    """Return whether there is a float or complex tensor among the arguments."""
     return promotion.any_leaf(_is_plain, args) or (
         bool(kwargs) and promotion.any_leaf(_is_plain, kwargs.values())
     )
@@ -244,12 +255,12 @@ def _whole_value(x: Any) -> Any:
 
 
 def _format_of(args: Any, kwargs: Any) -> LNSFormat | None:
-    """Return the format of the first LNSTensor among arguments; None if there is none."""
+    """Return the format of the first LNSTensor among the arguments, or None."""
     return next((x.fmt for x in tree_leaves((args, kwargs)) if isinstance(x, LNSTensor)), None)
 
 
 def _encode_floats(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Encode the float tensors that an operator meets."""
+    """Encode the float tensors among an operator's arguments."""
     fmt = _format_of(args, kwargs)
     assert fmt is not None
 
@@ -264,9 +275,9 @@ def _encode_floats(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Encode the float tensors that require a gradient, which comes back as float32.
+    """Encode the float tensors that require a gradient, which will be float32.
 
-    The others are left to the dispatch of operators.
+    The others are encoded when operators are dispatched.
     """
     if not promotion.any_leaf(_wants_gradient, (*args, *kwargs.values())):
         return args, kwargs
@@ -274,7 +285,7 @@ def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     def encoded(leaf: Any) -> Any:
         if fmt is None or not _wants_gradient(leaf) or leaf.layout is not torch.strided:
-            return leaf  # of a sparse matrix the entries meet LNS, see ops.linear.mm
+            return leaf  # the entries of a sparse matrix are encoded later, see ops.linear.mm
         promotion.count(name)
         return in_format(leaf, fmt.bits, fmt.fraction_bits)
 
@@ -282,7 +293,7 @@ def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a function's float32 results, encoded (:mod:`lns_ops.tensor.decoded`)."""
+    """Compute a function in float32 and encode its results (:mod:`lns_ops.tensor.decoded`)."""
     fmt, name = _format_of(args, kwargs), func.__name__
     if fmt is not None and compares(name):
         at = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, LNSTensor))
@@ -306,7 +317,7 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_the_grid(x: Any, fmt: LNSFormat, device: torch.device) -> Any:
-    """Return numbers as they are after encoding, to compare LNS values on ``device`` with them."""
+    """Return numbers rounded to a format, to compare them with LNS values on ``device``."""
     if not isinstance(x, Tensor | float | int) or isinstance(x, LNSTensor):
         return x
     x = x if isinstance(x, Tensor) else torch.as_tensor(x, device=device)
@@ -314,7 +325,7 @@ def _on_the_grid(x: Any, fmt: LNSFormat, device: torch.device) -> Any:
 
 
 def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:
-    """Return the leaf that :meth:`LNSTensor.__reduce_ex__` describes."""
+    """Rebuild the leaf that :meth:`LNSTensor.__reduce_ex__` describes."""
     made = LNSTensor(codes, fmt)
     made.requires_grad = requires_grad
     made.__dict__ |= rest
@@ -324,14 +335,14 @@ def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str,
 def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator without a handler of its own.
 
-    It takes its out-of-place form or torch's decomposition, or float32 where that is allowed.
+    Use its out-of-place form, torch's decomposition, or float32 if that is allowed.
     """
     if func.namespace in COLLECTIVES:
         collectives.refuse(str(func))
     if torch.Tag.inplace_view in func.tags:
         func(args[0].codes, *args[1:], **kwargs)
         with no_dispatch():
-            func(*args, **kwargs)  # shape and strides of the wrapper
+            func(*args, **kwargs)  # updates shape and strides of the wrapper
         return args[0]
     name, overload, out_of_place = parts_of(func)
     if out_of_place in HANDLERS:
@@ -364,9 +375,9 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func.is_view or any(a.kwarg_only for a in written):
         raise NotImplementedError(
             f"{func} has no LNS kernel and"
-            f" {'returns a view' if func.is_view else 'writes to out='}, which float32 cannot stand"
-            " in for: call it on x.to_float(), or leave the module that calls it unconverted"
-            " (filter_fn of lns_ops.convert_)"
+            f" {'returns a view' if func.is_view else 'writes to out='}, so it cannot be computed"
+            " in float32 here: call it on x.to_float(), or leave the module that calls it"
+            " unconverted (filter_fn of lns_ops.convert_)"
         )
     fmt = _format_of(args, kwargs)
     assert fmt is not None
@@ -383,7 +394,7 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _encoded_result(x: Tensor, fmt: LNSFormat, name: str) -> LNSTensor:
-    """Encode what the function ``name`` returns; draws within the bounds that it guarantees."""
+    """Encode a result of the function ``name``; draws stay within the bounds that it guarantees."""
     codes = draws.encoded(x, fmt, name) if name in draws.DRAWS else lns.encode(x, fmt)
     return LNSTensor(codes, fmt)
 
@@ -393,10 +404,10 @@ def _is_real(x: object) -> bool:
 
 
 def write(x: Any, result: LNSTensor, name: str) -> Any:
-    """Store the result of an operation in place.
+    """Store the result of an in-place operation in ``x``.
 
     Raises:
-        ValueError: ``x`` is no LNSTensor of the result's format and shape.
+        ValueError: ``x`` is not an LNSTensor with the result's format and shape.
     """
     if not isinstance(x, LNSTensor) or x.fmt != result.fmt:
         kind = str(x.fmt) if isinstance(x, LNSTensor) else f"a {x.dtype} tensor"
@@ -432,7 +443,7 @@ class _ToFloat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[LNSTensor, None]:
         promotion.refuse_transforms()
-        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+        if torch.is_grad_enabled():  # the gradient itself needs a gradient (double backward)
             return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
         underflow.warn_of_underflow(grad, ctx.fmt)
         with promotion.named(promotion.noted(ctx)):
@@ -440,7 +451,7 @@ class _ToFloat(torch.autograd.Function):
 
 
 def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Return ``x`` in the format of these numbers, differentiably; for traced code.
+    """Return ``x`` in the format with these parameters, differentiably; for traced code.
 
     ``x`` is a float tensor or an LNSTensor of any format.
     """
@@ -451,7 +462,7 @@ def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def gradient(grad: Tensor, fmt: LNSFormat) -> LNSTensor:
-    """Return a gradient that came in, in a format: a hook or a Function of others made it."""
+    """Convert a gradient that foreign code (a hook or a Function) returned to a format."""
     if isinstance(grad, LNSTensor) and grad.fmt == fmt:
         return grad
     return in_format(grad, fmt.bits, fmt.fraction_bits)  # type: ignore[return-value]
@@ -463,7 +474,7 @@ def in_float32(x: Tensor) -> Tensor:
 
 
 def with_integers(x: LNSTensor) -> Tensor:
-    """Return ``x.to_float()`` with integers given back (:mod:`.integers`); for traced code."""
+    """Return ``x.to_float()`` with integers restored (:mod:`.integers`); for traced code."""
     return _ToFloat.apply(x, integers.restored)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -472,7 +483,7 @@ for _traced in (in_format, in_float32, with_integers):
 
 
 def storage_of(tensor: Tensor) -> Tensor:
-    """Return what holds a parameter or optimizer state in memory: codes, or the tensor itself."""
+    """Return the memory of a parameter or optimizer state: the codes, or the tensor itself."""
     return tensor.codes if isinstance(tensor, LNSTensor) else tensor
 
 
@@ -482,7 +493,7 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
     Python numbers, booleans, integers and float tensors are encoded.
 
     Raises:
-        ValueError: two formats.
+        ValueError: the operands have different formats.
     """
     fmt = x.fmt if isinstance(x, LNSTensor) else y.fmt
     codes = []
@@ -505,6 +516,6 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
 
 promotion.WITHOUT.add(LNSTensor)
 LEAVES.add(LNSTensor)
-# Files name these by where they are public, not by the file that defines them.
+# Saved files refer to these classes by their public module, not by the defining one.
 LNSTensor.__module__ = _rebuilt.__module__ = "lns_ops.tensor"
 torch.serialization.add_safe_globals([LNSTensor, LNSFormat, _rebuilt])

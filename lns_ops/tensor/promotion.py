@@ -1,19 +1,21 @@
-"""What happens where an LNSTensor meets a float tensor: masks, noise, buffers, targets.
+"""Operations that combine an LNSTensor with float tensors: masks, noise, buffers, targets.
 
-One rule, like torch's type promotion, where LNS stands above every float dtype:
+There is one rule, like torch's type promotion with LNS above every float dtype:
 
-- Out of place, float tensors are encoded in the format of the LNSTensor they meet (two formats
-  raise, as nothing says which to take). An infinity becomes the largest magnitude of its sign, so a
-  mask of ``-inf``, or of the dtype's most negative finite value, still masks: behind a softmax its
-  weight is exactly 0. A NaN raises. A float tensor that requires a gradient gets a float32 one.
+- Out of place, float tensors are encoded in the format of the LNSTensor. Two different LNS formats
+  raise, because the result's format would be ambiguous. An infinity becomes the largest magnitude
+  with its sign. So a mask of ``-inf``, or of the dtype's most negative finite value, still masks: a
+  softmax gives it a weight of exactly 0. A NaN raises. If a float tensor requires a gradient, its
+  gradient is float32.
 - The entries of a sparse matrix multiplied with LNS are encoded; the product is dense.
-- In place, and with ``out=``, the destination stays what it is: a float tensor takes the decoded
+- In place, and with ``out=``, the destination keeps its type: a float tensor gets the decoded
   values.
-- ``x.to(dtype)`` of another dtype (``half``, ``long``, ...) and what only float32 has (complex
-  numbers, numpy arrays) take the values out; they come back where they meet LNS again.
+- ``x.to(dtype)`` with another dtype (``half``, ``long``, ...), and features of float32 alone
+  (complex numbers, numpy arrays), decode the values. They are encoded again when an operation
+  combines them with LNS.
 
-What is encoded is counted by the name of the operation (:data:`encoded_by`), and
-:func:`lns_ops.summary` says it: nothing happens silently.
+Encoded tensors are counted by operation name (:data:`encoded_by`), and :func:`lns_ops.summary`
+prints the counts, so no conversion is silent.
 """
 
 from __future__ import annotations
@@ -32,28 +34,28 @@ from lns_ops._compat import is_forward_mode, is_transforming, tree_leaves, tree_
 from lns_ops.spec.format import LNSFormat, NonFiniteError
 
 encoded_by: Counter[str] = Counter()
-"""How many float tensors met LNS in this process and were encoded, by operation."""
+"""Number of float tensors that were combined with LNS and encoded in this process, by operation."""
 KEPT: set[Any] = set()
-"""The torch functions that take float tensors beside LNS ones as they are."""
+"""Torch functions whose float arguments are not encoded."""
 CONVERTED = {
     "sum", "nansum", "mean", "prod", "cumsum", "cumprod", "norm", "linalg_norm",
     "linalg_vector_norm", "linalg_matrix_norm",
 }  # fmt: skip
-"""The torch functions that convert their terms to ``dtype`` first."""
+"""Torch functions that convert their terms to ``dtype`` first."""
 
 
 def takes_floats(*functions: Any) -> None:
-    """Leave the float arguments of torch ``functions`` alone."""
+    """Do not encode the float arguments of these torch functions."""
     KEPT.update(functions)
 
 
 def refuse_transforms(x: Tensor | None = None) -> None:
-    """Refuse to encode ``x`` within a transform of ``torch.func``, or with a forward-mode tangent.
+    """Reject the encoding of ``x`` within a transform of ``torch.func``, or with a forward tangent.
 
-    The transform may wrap the values or not.
+    It raises whether or not the transform wraps the values.
 
     Raises:
-        NotImplementedError: such a transform goes on, or ``x`` has a tangent.
+        NotImplementedError: a transform is active, or ``x`` has a tangent.
     """
     refuse_tangents("from_float", x)
     if is_transforming():
@@ -65,30 +67,30 @@ def refuse_transforms(x: Tensor | None = None) -> None:
 
 
 def refuse_layout(x: Any) -> None:
-    """Refuse an input of a layer that is nested or sparse, for which there are no kernels.
+    """Reject a nested or sparse input of a layer, because LNS has no kernels for these.
 
     Raises:
-        NotImplementedError: it is.
+        NotImplementedError: the input is nested or sparse.
     """
     if isinstance(x, Tensor) and x.is_nested:
         raise NotImplementedError(
-            "a nested tensor in an LNS layer: there are none in LNS; pad it"
-            " (torch.nested.to_padded_tensor(x, 0.0)), or give the layer its parts one by one"
+            "a nested tensor in an LNS layer: LNS has no nested tensors; pad it"
+            " (torch.nested.to_padded_tensor(x, 0.0)), or pass its parts to the layer one by one"
         )
     if isinstance(x, Tensor) and x.layout is not torch.strided:
         raise NotImplementedError(
-            f"a tensor of layout {x.layout} in an LNS layer: it takes dense ones; give it"
+            f"a tensor of layout {x.layout} in an LNS layer: it needs a dense one; pass"
             " x.to_dense(), or multiply by torch.sparse.mm(x, layer.weight.t())"
         )
 
 
 def refuse_tangents(name: str, *inputs: Any) -> None:
-    """Refuse an operation on inputs of which one has a forward-mode tangent.
+    """Reject an operation if one of its inputs has a forward-mode tangent.
 
-    Within transforms of ``torch.func``, where only an outer one may know of it, any may have one.
+    Within transforms of ``torch.func`` any input may have one, known only to an outer transform.
 
     Raises:
-        NotImplementedError: one has.
+        NotImplementedError: an input has a tangent.
     """
     if is_forward_mode() and (
         is_transforming()
@@ -98,25 +100,25 @@ def refuse_tangents(name: str, *inputs: Any) -> None:
 
 
 def refuse_forward_mode(name: str) -> None:
-    """Refuse what an operation of this name cannot do in forward mode.
+    """Reject an operation in forward mode.
 
     Raises:
-        NotImplementedError: forward-mode differentiation goes on.
+        NotImplementedError: forward-mode differentiation is active.
     """
     if is_forward_mode():
         raise NotImplementedError(
             f"{name} in forward mode (torch.func.jvp, jacfwd, hessian, linearize;"
             " torch.autograd.forward_ad): LNS functions have no forward-mode derivatives; use"
-            " reverse mode: jvp, vjp, jacobian, hessian or hvp of torch.autograd.functional as they"
-            " are by default, or in scope='matmul' torch.func.vjp and jacrev, for a Hessian twice"
+            " reverse mode: jvp, vjp, jacobian, hessian or hvp of torch.autograd.functional with"
+            " their defaults, or in scope='matmul' torch.func.vjp and jacrev (twice for a Hessian)"
         )
 
 
 def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return the codes of a real tensor, an infinity as the largest magnitude of its sign.
+    """Return the codes of a real tensor; an infinity becomes the largest magnitude with its sign.
 
     Raises:
-        NonFiniteError: a NaN (a ValueError).
+        NonFiniteError: ``x`` contains a NaN (a ValueError).
     """
     narrow = x.dtype.is_floating_point and x.dtype != torch.float64
     wide = x.float() if narrow else x.double()
@@ -124,7 +126,7 @@ def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 class named:  # noqa: N801
-    """Context in which errors of encoding name the operation whose values are encoded."""
+    """Context in which encoding errors name the operation whose values are encoded."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -142,7 +144,7 @@ _NOTE = "lns_ops"
 
 
 def note(name: str, args: Any) -> None:
-    """Note in the graph that values were decoded for the function ``name``."""
+    """Record in the graph that values were decoded for the function ``name``."""
     if torch.compiler.is_compiling():
         return
     for x in tree_leaves(args):
@@ -152,7 +154,7 @@ def note(name: str, args: Any) -> None:
 
 
 def noted(node: Any) -> str:
-    """Return whose gradient arrives at a node of the graph, as far as :func:`note` knows."""
+    """Describe the origin of a gradient at a graph node, as far as :func:`note` recorded it."""
     if torch.compiler.is_compiling():
         return "a gradient"
     name = node.metadata.get(_NOTE)
@@ -160,9 +162,9 @@ def noted(node: Any) -> str:
 
 
 def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:
-    """Return whether a leaf of arguments, or of sequences among them, has a property.
+    """Return whether a leaf of the arguments, or of sequences among them, has a property.
 
-    Numbers, names, LNSTensors and the like have none.
+    Numbers, names, LNSTensors and similar values do not count.
     """
     for a in args:
         kind = type(a)
@@ -177,11 +179,11 @@ def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:
 
 
 WITHOUT: set[type] = {int, float, bool, NoneType, str, torch.dtype, torch.device, torch.Size}
-"""The types of arguments that are no floats to encode, the most frequent ones."""
+"""The most frequent types of arguments that do not need encoding."""
 
 
 def writes(name: str) -> bool:
-    """Return whether a torch function of this name writes to its first argument."""
+    """Return whether the torch function with this name writes to its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITERS)
     return name.endswith("_")
@@ -191,21 +193,21 @@ _NO_WRITERS = {"__init__", "__index__", "__int__", "__invert__", "__init_subclas
 
 
 def count(name: str, number: int = 1) -> None:
-    """Count float tensors that the operation ``name`` met."""
+    """Count float tensors that were encoded for the operation ``name``."""
     if not torch.compiler.is_compiling():
         encoded_by[name.strip("_")] += number
 
 
 def lines() -> list[str]:
-    """Return what :func:`lns_ops.summary` says of the tensors encoded so far."""
+    """Return the lines of :func:`lns_ops.summary` on the tensors encoded so far."""
     if not encoded_by:
         return []
     counts = ", ".join(f"{name} {count:,}" for name, count in encoded_by.most_common())
-    return [f"float tensors encoded where they met LNS, in this process: {counts}"]
+    return [f"float tensors encoded to combine them with LNS, in this process: {counts}"]
 
 
 def written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Copy a function's results into what ``out=`` names, in its kind, and return it."""
+    """Copy a function's results to ``out=``, converted to its kind, and return it."""
     out = kwargs["out"]
     results = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
     for destination, result in zip(tree_leaves(out), tree_leaves(results), strict=True):
@@ -220,7 +222,7 @@ def mapped(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, A
 
 
 def refuse_flex_attention() -> NoReturn:
-    """Refuse ``torch.nn.attention.flex_attention`` of LNSTensors.
+    """Reject ``torch.nn.attention.flex_attention`` of LNSTensors.
 
     Raises:
         NotImplementedError: always.

@@ -1,4 +1,4 @@
-"""The tables of LNS forms of aten operators and torch functions, and decorators to fill them."""
+"""Tables of the LNS forms of aten operators and torch functions, with decorators to fill them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ aten = torch.ops.aten
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 PAIRS: dict[Any, Callable[[Any, Any], Any]] = {}
-"""The torch functions of two LNSTensors that are one node of the graph, or None: tried first."""
+"""Torch functions of two LNSTensors in one graph node, or None; looked up first."""
 VIEWS: set[Any] = set()
-"""The handled operators of one tensor, which can meet no float tensor: the most frequent ones."""
+"""Handled operators of one tensor, so without float operands; the most frequent ones."""
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
@@ -25,10 +25,8 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 def handles(*operators: Any) -> Callable[[_Handler], _Handler]:
     """Register the decorated function as the LNS form of aten ``operators``.
 
-    It is called as ``handler(operator, *args, **kwargs)``.
-
-    It computes forward results only: autograd goes on recording torch's own formula, whose
-    operators arrive here in turn.
+    It is called as ``handler(operator, *args, **kwargs)`` and computes only the forward result.
+    autograd still records torch's own formula, whose operators are handled in turn.
     """
 
     def register(handler: _Handler) -> _Handler:
@@ -41,12 +39,12 @@ def handles(*operators: Any) -> Callable[[_Handler], _Handler]:
 def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
     """Register the decorated function as the LNS form of torch ``functions``.
 
-    It is called when an argument is an LNSTensor, with the same signature and no operator.
+    It is called with the same signature if an argument is an LNSTensor.
 
-    For functions whose gradient formula would not do in LNS, or that are best composed of other
-    operations; autograd sees what the decorated function does, and so does ``torch.compile``, whose
-    tracer of Python code is kept out of it: arguments and results must be tensors, numbers,
-    strings, None, or sequences of these.
+    Use it for functions whose gradient formula is unsuitable for LNS, or that are best composed of
+    other operations. autograd and ``torch.compile`` see the operations of the decorated function,
+    but the compiler does not trace its Python code. So arguments and results must be tensors,
+    numbers, strings, None, or sequences of these.
     """
 
     def register(replacement: _Handler) -> _Handler:
@@ -57,7 +55,7 @@ def replaces(*functions: Any) -> Callable[[_Handler], _Handler]:
 
 
 def replaces_untraced(*functions: Any) -> Callable[[_Handler], _Handler]:
-    """Register as :func:`replaces` does, for functions that no compiled code calls."""
+    """Register as :func:`replaces` does, for functions that compiled code does not call."""
 
     def register(replacement: _Handler) -> _Handler:
         REPLACEMENTS.update(dict.fromkeys(functions, replacement))
@@ -67,14 +65,14 @@ def replaces_untraced(*functions: Any) -> Callable[[_Handler], _Handler]:
 
 
 def torchs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call torch's own ``function``, whose operators then arrive at the handlers."""
+    """Call torch's own ``function``, whose operators are then dispatched to the handlers."""
     with DisableTorchFunction():
         return function(*args, **kwargs)
 
 
 @cache
 def parts_of(func: Any) -> tuple[str, str, Any]:
-    """Return an operator's name and overload, and of one in place the form out of place."""
+    """Return an operator's name, overload, and for an in-place one its out-of-place form."""
     name, _, overload = func.name().removeprefix("aten::").partition(".")
     packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
     return name, overload, getattr(packet, overload or "default", None)

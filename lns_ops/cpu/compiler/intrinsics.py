@@ -1,18 +1,18 @@
-"""Decorators and array accesses that kernels are written with: numba intrinsics.
+"""Decorators and array accesses for kernels: numba intrinsics.
 
-A ``@kernel`` is an entry point: Python calls it, through :mod:`lns_ops.cpu.compiler.object_cache`,
-which keeps its machine code on disk. A ``@helper`` is called by kernels and other helpers only.
+A ``@kernel`` is an entry point: Python calls it through :mod:`lns_ops.cpu.compiler.object_cache`,
+which stores its machine code on disk. A ``@helper`` is called only by kernels and other helpers.
 Neither may allocate or raise; :func:`scratch` gives kernels their working memory. Tables are
 arguments.
 
 :func:`get`, :func:`put` and :func:`look_up` replace ``x[i]``, ``out[i] = v`` and ``table[i]`` in
-loops that look into a table. LLVM turns such a loop into vector code only if it knows that ``out``
-and ``table`` do not overlap, which it cannot see from their addresses; these accesses say so. They
-also allow gather instructions, which LLVM's tuning tables rule out for most processors (it prefers
-one load per lane, at a third of the speed where gathers are not slowed down by microcode).
+loops with table look-ups. LLVM vectorizes such a loop only if it knows that ``out`` and ``table``
+do not overlap, which it cannot see from their addresses; these accesses declare it. They also allow
+gather instructions, which LLVM's tuning tables disable for most processors (it prefers one load per
+lane, at a third of the speed unless microcode slows down gathers).
 
-Limits: the target features are set by a string that llvmlite does not check; they apply to x86 with
-AVX2 only.
+Limits: the target features are set by a string that llvmlite does not check; they apply only to x86
+with AVX2.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from numba.extending import intrinsic as _intrinsic
 from lns_ops._compat import NO_REFERENCE_COUNTS, struct_value
 
 ARRAY_HEADER = object.__basicsize__
-"""The bytes of an array object before numpy's part of it."""
+"""Number of bytes of an array object before numpy's part."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def helper(function: F) -> F:
-    """Mark a function as one that kernels call; it is compiled into them."""
+    """Mark a function that kernels call; it is compiled into them."""
     compiled: F = njit(nogil=True, **NO_REFERENCE_COUNTS)(function)
     return compiled
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function as one that writes LLVM instructions of its own."""
+    """Mark a function that generates LLVM instructions."""
     compiled: Callable[..., Any] = _intrinsic(function)
     return compiled
 
 
 def processor() -> tuple[str, str]:
-    """Return name and features of the processor that numba compiles for, its settings
-    considered."""
+    """Return name and features of the processor that numba compiles for, including numba's
+    settings."""
     features = llvm.get_host_cpu_features()
     if not config.ENABLE_AVX:
         features = type(features)(
@@ -62,7 +62,7 @@ def processor() -> tuple[str, str]:
 
 
 def _label(module: Any, instruction: Any, kind: str) -> None:
-    """Mark an access as one of tables (``alias.scope``) or as never of tables (``noalias``)."""
+    """Mark an access as one to tables (``alias.scope``) or as never to tables (``noalias``)."""
     domain = module.add_metadata([ir.MetaDataString(module, "lns_ops")])
     scope = module.add_metadata([ir.MetaDataString(module, "lns_ops tables"), domain])
     instruction.set_metadata(kind, module.add_metadata([scope]))
@@ -71,7 +71,7 @@ def _label(module: Any, instruction: Any, kind: str) -> None:
 def _allow_gathers(context: Any, builder: Any) -> None:
     _, features = processor()
     if "+avx2" in features.split(","):
-        # llvmlite's own `add` knows no attributes with values.
+        # llvmlite's own `add` does not support attributes with values.
         set.add(
             builder.function.attributes,
             f'"target-features"="{features},+fast-gather,-prefer-no-gather"',
@@ -84,7 +84,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 @intrinsic
 def get(typing_context: Any, array: Any, index: Any) -> Any:
-    """Return ``array[index]`` of an array that is no table; no negative indices."""
+    """Return ``array[index]`` of an array that is not a table; no negative indices."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = builder.load(_address(context, builder, signature.args[0], *args))
@@ -96,7 +96,7 @@ def get(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Store ``array[index] = value`` in an array that is no table; no negative indices."""
+    """Store ``array[index] = value`` in an array that is not a table; no negative indices."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _allow_gathers(context, builder)
@@ -114,7 +114,7 @@ def look_up(typing_context: Any, table: Any, index: Any) -> Any:
     """Return ``table[index]`` for an index in ``0 .. 2^31 - 1``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Clearing the sign lets LLVM see that 32 bits are enough for the address.
+        # Clearing the sign shows LLVM that 32 bits are enough for the address.
         positive = builder.and_(args[1], ir.Constant(ir.IntType(32), 0x7FFFFFFF))
         address = _address(
             context, builder, signature.args[0], args[0], builder.zext(positive, ir.IntType(64))
@@ -127,7 +127,7 @@ def look_up(typing_context: Any, table: Any, index: Any) -> Any:
 
 
 def _bits_as(kind: Any) -> Any:
-    """Return the code that takes the bits of its argument as another type."""
+    """Return code that reinterprets the bits of its argument as another type."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], kind)
@@ -137,7 +137,7 @@ def _bits_as(kind: Any) -> Any:
 
 @intrinsic
 def float_of(typing_context: Any, pattern: Any) -> Any:
-    """Return the float32 of an int32's bits."""
+    """Return the float32 with the bits of an int32."""
     return types.float32(types.int32), _bits_as(ir.FloatType())
 
 
@@ -149,7 +149,7 @@ def pattern_of(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def double_of(typing_context: Any, pattern: Any) -> Any:
-    """Return the float64 of an int64's bits."""
+    """Return the float64 with the bits of an int64."""
     return types.float64(types.int64), _bits_as(ir.DoubleType())
 
 
@@ -160,7 +160,7 @@ def pattern_of_double(typing_context: Any, value: Any) -> Any:
 
 
 def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size: Any) -> Any:
-    """Make a contiguous array of ``size`` elements at ``address``, memory that it does not own."""
+    """Return a contiguous array of ``size`` elements at ``address``; it does not own the memory."""
     array = context.make_array(array_type)(context, builder)
     array.data, array.nitems = builder.bitcast(address, array.data.type), size
     array.itemsize = ir.Constant(
@@ -175,9 +175,9 @@ def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size:
 
 @intrinsic
 def scratch(typing_context: Any, size: Any, dtype: Any) -> Any:
-    """Return an uninitialized array on the stack, as ``numpy.empty(size, dtype)`` would.
+    """Return an uninitialized array on the stack, like ``numpy.empty(size, dtype)``.
 
-    Call it once, outside of loops.
+    Call it once, outside loops.
     """
     array_type = types.Array(dtype.instance_type, 1, "C")
 
@@ -190,13 +190,13 @@ def scratch(typing_context: Any, size: Any, dtype: Any) -> Any:
 
 
 def _word(builder: Any, address: Any, index: int) -> Any:
-    """Load a 64-bit word of memory."""
+    """Load a 64-bit word from memory."""
     pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
     return builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(64), index)]))
 
 
 def _array_parts(builder: Any, address: Any) -> tuple[Any, Any, Any, Any]:
-    """Load data address, number of dimensions, first size and first stride of an array object."""
+    """Load data address, number of dimensions, first size and first stride from an array object."""
     fields = builder.add(address, ir.Constant(address.type, ARRAY_HEADER))
     data, dimensions, shape, strides = (_word(builder, fields, i) for i in range(4))
     return (
@@ -211,10 +211,8 @@ def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[...
     """Return two functions that check and read a kernel's packed arguments.
 
     Both take a pointer to the words that :mod:`lns_ops.cpu.compiler.object_cache` packs: the array
-    objects, then the numbers.
-
-    The first says whether all arrays are contiguous and of one dimension, the second gives values
-    of the types ``kinds``.
+    objects, then the numbers. The first function returns whether all arrays are contiguous and
+    one-dimensional, the second returns values of the types ``kinds``.
     """
     return _contiguity_check(kinds), _values_reader(kinds)
 

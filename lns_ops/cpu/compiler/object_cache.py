@@ -1,28 +1,28 @@
-"""Machine code of the kernels: compiled once by numba, kept as object files, loaded by llvmlite.
+"""Machine code of the kernels: compiled once by numba, stored as object files, loaded by llvmlite.
 
-Why not numba's own cache: before it loads anything, a process pays 0.4 s for numba's registries,
-and every call pays 3 microseconds for the types of its arguments. Here a kernel's signature is its
-annotations, so a call only gathers addresses and numbers, and what is loaded is plain machine code
-that needs nothing of numba.
+Why not numba's own cache: a process spends 0.4 s on numba's registries before it loads anything,
+and every call spends 3 microseconds on the types of its arguments. Here a kernel's annotations are
+its signature, so a call only collects addresses and numbers, and the loaded file is plain machine
+code that does not need numba.
 
-Method. The entry of a kernel is a C function of one pointer, to 64-bit words: the arrays' objects,
-whose addresses and sizes it reads itself (asking numpy for an address costs more than many a
-kernel), then the numbers. numba compiles it (``numba.cfunc``), a few lines of LLVM around it return
-its result, or -1 should it ever raise, and everything it does not use is dropped. The object file
-that LLVM makes of this may refer to nothing outside, which holds for kernels that neither allocate
-nor raise (:func:`lns_ops.cpu.compiler.intrinsics.scratch` is their memory). ctypes calls it,
-without the GIL.
+Method. The entry of a kernel is a C function with one argument, a pointer to 64-bit words: the
+array objects, then the numbers. The entry reads addresses and sizes from the array objects, because
+asking numpy for an address takes longer than many kernels. numba compiles it (``numba.cfunc``). A
+few lines of LLVM around it return its result, or -1 if it ever raises, and unused code is dropped.
+LLVM's object file must not refer to external symbols, which holds for kernels that neither allocate
+nor raise (:func:`lns_ops.cpu.compiler.intrinsics.scratch` is their memory). ctypes calls it without
+the GIL.
 
-Files: ``kernels-HASH/NAME.o`` in $LNS_OPS_CACHE (this one only, if set), or in ``__pycache__``
-beside this file and in ``~/.cache/lns_ops``, whichever can be written: the first serves other users
-of an installation, the second other copies of it, such as those of launched studies. HASH covers
-the sources that kernels may be made of (:func:`sources`), the versions of what compiles them, and
-the processor. A file starts with its own SHA-256; one that is damaged is made again. Writing is
-atomic, so processes may race. Where no folder can be written, every process compiles for itself.
+Files: ``kernels-HASH/NAME.o`` in $LNS_OPS_CACHE (only there, if set), or in ``__pycache__`` beside
+this file and in ``~/.cache/lns_ops``, wherever it can write. The first serves other users of an
+installation, the second other copies, such as those of launched studies. HASH covers the sources
+of kernels (:func:`sources`), the versions of the compilers, and the processor. A file starts with
+its own SHA-256; a damaged file is compiled again. Writes are atomic, so processes may race. If no
+folder is writable, every process compiles for itself.
 
-Limits: of numba, llvmlite and numpy only public interfaces are used, but for numba's option
-``_nrt`` (no reference counts). Should any of it change so that this fails, a kernel says so once
-and runs through numba's dispatcher and cache, with the same results.
+Limits: only public interfaces of numba, llvmlite and numpy are used, except for numba's option
+``_nrt`` (no reference counts). If a change in these libraries breaks this, a kernel warns once and
+runs through numba's dispatcher and cache, with the same results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER, argument_readers, help
 _ENTRY = "lns_ops_entry"
 _PACKAGE = Path(__file__).parents[2]
 _MADE_OF = ("_compat.py", "cpu/compiler/*.py", "cpu/kernels/*.py", "cpu/simd/*.py", "spec/*.py")
-"""The files of the package that hold kernels and the tables compiled into them."""
+"""The files of the package with kernels, and with tables that are compiled into them."""
 _DIGEST = hashlib.sha256().digest_size
 
 _WRAPPER = """
@@ -76,7 +76,7 @@ define i64 @{entry}(ptr %arguments) {{
 class _Process:
     """The machine code that this process has loaded.
 
-    It stays for good; a forked child owns its parent's.
+    It is never unloaded; a forked child uses its parent's.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Process:
         self._libraries: list[Any] = []
 
     def after_fork(self) -> None:
-        """Replace the lock in a child, since another thread of the parent may have held it."""
+        """Replace the lock in a child, because another thread of the parent may hold it."""
         self.lock = threading.RLock()
 
     def load(self, name: str, machine_code: bytes) -> int:
@@ -94,7 +94,7 @@ class _Process:
             llvm.initialize_native_target()
             llvm.initialize_native_asmprinter()
             self._engine = llvm.create_lljit_compiler(suppress_errors=True)
-        # Memory is copied by functions of the C library, which the process has.
+        # The C library provides the functions that copy memory.
         library = (
             llvm.JITLibraryBuilder()
             .add_object_img(machine_code)
@@ -113,10 +113,10 @@ if hasattr(os, "register_at_fork"):
 class Kernel:
     """A function on flat arrays and numbers, called through :meth:`code`.
 
-    Its annotations are its signature: ``NDArray[dtype]`` is a contiguous array of one dimension,
-    ``int`` 64 bits, ``bool`` a truth value. One parameter may be ``bool | None``: the kernel has
-    machine code of its own for None, told apart by its type. There are at least two arrays and two
-    numbers; the result is a nonnegative integer.
+    Its annotations are its signature: ``NDArray[dtype]`` is a contiguous one-dimensional array,
+    ``int`` is a 64-bit integer, ``bool`` a truth value. One parameter may be ``bool | None``; for
+    None the kernel has separate machine code, selected by the argument's type. There are at least
+    two arrays and two numbers; the result is a nonnegative integer.
     """
 
     def __init__(self, function: Callable[..., int]) -> None:
@@ -125,11 +125,10 @@ class Kernel:
         self._code: dict[bool, Callable[..., int]] = {}
 
     def code(self, args: tuple[Any, ...]) -> Callable[..., int]:
-        """Return what to call with arguments such as ``args``; load or compile it on first use.
+        """Return the function to call with arguments like ``args``; load or compile it if needed.
 
-        ``args`` may be only the first ones.
-
-        A call raises ``TypeError`` where an array is not as the signature says.
+        ``args`` may be a prefix of the arguments. A call raises ``TypeError`` if an array does not
+        match the signature.
         """
         choice = self._choice
         absent = choice is not None and args[choice] is None
@@ -152,7 +151,7 @@ class Kernel:
             if absent not in self._code:
                 try:
                     self._code[absent] = self._native(absent)
-                # whatever a future numba, numpy or llvmlite does, or this platform lacks
+                # for example a new version of numba, numpy or llvmlite, or another platform
                 except Exception as error:
                     warnings.warn(
                         f"kernel {self.name} runs through numba's dispatcher, which starts slowly:"
@@ -172,13 +171,13 @@ class Kernel:
 
 
 kernel = Kernel
-"""The decorator that makes a :class:`Kernel`."""
+"""The decorator that creates a :class:`Kernel`."""
 
 
 def _kind(hint: Any) -> Any:
     """Return a hint's array dtype, or the hint itself.
 
-    ``NDArray[T]`` is an alias of its own from numpy 2.5 on, before that ``ndarray[..., dtype[T]]``.
+    ``NDArray[T]`` is an alias from numpy 2.5 on, before that ``ndarray[..., dtype[T]]``.
     """
     origin, args = get_origin(hint), get_args(hint)
     if origin is np.ndarray:
@@ -205,10 +204,10 @@ def shared(bounds, threads, {parameters}):
 
 call.shared = shared
 """
-"""The source of a caller, written out per kernel as dataclasses write ``__init__``.
+"""The source of a caller, generated per kernel as dataclasses generate ``__init__``.
 
-Loops over the arguments would cost more than many a call's work. ``shared`` has the threads of
-OpenMP call the entry, for one range of ``bounds`` after the other in place of the last two numbers.
+Loops over the arguments would take longer than many kernels. ``shared`` lets the OpenMP threads
+call the entry for one range of ``bounds`` after the other, in place of the last two numbers.
 """
 _SHARE = """
 target triple = "{triple}"
@@ -259,15 +258,16 @@ end:
   ret void
 }}
 """
-"""What each thread of a team does with a job: its words are the address of a kernel's entry, of its
-words and their number, of the bounds of ranges and the number of ranges, the next range, and the OR
-of the results. Words are loaded as volatile, or LLVM would have memcpy copy them."""
+"""The code that each thread of a team runs on a job. The job's words are the address of a kernel's
+entry, the address and number of the kernel's words, the address of the bounds, the number of
+ranges, the next range, and the OR of the results. Loads are volatile; otherwise LLVM would call
+memcpy."""
 
 
 def _caller(name: str, address: int, kinds: tuple[Any, ...]) -> Callable[..., int]:
-    """Make the function that packs arguments into the words that an entry reads.
+    """Return the function that packs arguments into the words that an entry reads.
 
-    The words are the arrays' objects, then the numbers.
+    The words are the array objects, then the numbers.
     """
     arrays = [i for i, kind in enumerate(kinds) if isinstance(kind, np.dtype)]
     numbers = [i for i, kind in enumerate(kinds) if kind is int or kind is bool]
@@ -276,7 +276,7 @@ def _caller(name: str, address: int, kinds: tuple[Any, ...]) -> Callable[..., in
         found = ", ".join(f"{args[i].dtype} of strides {args[i].strides}" for i in arrays)
         wanted = ", ".join(str(kinds[i]) for i in arrays)
         raise TypeError(
-            f"kernel {name}: arrays of {found}; needs contiguous ones of one dimension, of {wanted}"
+            f"kernel {name}: arrays of {found}; needs contiguous one-dimensional ones of {wanted}"
         )
 
     names: dict[str, Any] = {f"t{i}": kinds[i] for i in arrays}
@@ -299,18 +299,18 @@ def _caller(name: str, address: int, kinds: tuple[Any, ...]) -> Callable[..., in
 
 @lru_cache(maxsize=1)
 def _check_array_layout() -> None:
-    """Check that numpy's ``PyArrayObject`` has its fields where entries read them.
+    """Check that the fields of numpy's ``PyArrayObject`` are where entries read them.
 
     These are an array's address, dimension, shape and strides.
 
     Raises:
-        RuntimeError: they are elsewhere.
+        RuntimeError: the fields have other offsets.
     """
     array = np.empty((3, 5), np.int16)
     address, dimensions, shape, strides = struct.unpack(
         "qi4xqq", string_at(id(array) + ARRAY_HEADER, 32)
     )
-    # Pointers are followed only where the fields before them are right.
+    # Pointers are followed only if the fields before them are correct.
     right = (address, dimensions) == (array.ctypes.data, 2)
     if not right or struct.unpack("4q", string_at(shape, 16) + string_at(strides, 16)) != (
         *array.shape,
@@ -318,14 +318,15 @@ def _check_array_layout() -> None:
     ):
         raise RuntimeError(
             f"numpy {np.__version__}: the fields of its arrays are not where kernels read them;"
-            " install one for CPython whose fields are, for example pip install numpy==2.4.6"
+            " install a CPython version of numpy with known fields, for example pip install"
+            " numpy==2.4.6"
         )
 
 
 def sources() -> list[Path]:
-    """Return the files that kernels may be made of.
+    """Return the source files of kernels.
 
-    With any of them changed, all machine code is compiled again.
+    If any of them changes, all machine code is compiled again.
     """
     return sorted(file for pattern in _MADE_OF for file in _PACKAGE.glob(pattern))
 
@@ -359,9 +360,9 @@ def _folders() -> Iterator[Path]:
 
 
 def _load_or_compile(name: str, compiled: Callable[[], bytes]) -> int:
-    """Return the address of the kernel's entry, from the first folder that has it undamaged.
+    """Return the address of the kernel's entry, from the first folder with an undamaged file.
 
-    Where none has, the kernel is compiled and stored.
+    Otherwise the kernel is compiled and stored.
     """
     for folder in _folders():
         try:
@@ -377,7 +378,7 @@ def _load_or_compile(name: str, compiled: Callable[[], bytes]) -> int:
 
 
 def _store(name: str, content: bytes) -> None:
-    """Write a file atomically in every folder that takes it."""
+    """Write a file atomically to every writable folder."""
     for folder in _folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -389,13 +390,13 @@ def _store(name: str, content: bytes) -> None:
 
 
 def share(address: int, words: bytes, bounds: bytes, threads: int) -> int:
-    """Have a team of OpenMP's threads call a kernel for every range; return the OR of the results.
+    """Let a team of OpenMP threads call a kernel for every range; return the OR of the results.
 
     Args:
         address: address of the kernel's entry.
-        words: what the entry reads, the last two for the bounds of a range.
+        words: the words that the entry reads; the last two are for the bounds of a range.
         bounds: bounds of consecutive ranges, 64 bits each, one more than there are ranges.
-        threads: threads of the team, the caller's included.
+        threads: number of threads of the team, including the caller's.
     """
     job = (c_int64 * 7)(
         address, cast(c_char_p(words), c_void_p).value or 0, len(words) // 8,
@@ -427,7 +428,7 @@ def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
     """Return the object file of a kernel's entry.
 
     Raises:
-        RuntimeError: it refers to symbols outside itself.
+        RuntimeError: the file refers to external symbols.
     """
     kernel, (fit, arguments) = (
         helper(function),
@@ -444,8 +445,8 @@ def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(callback.inspect_llvm())
-    # The callback calls numba's own form of the function and prints what it raises; only the inner
-    # function is wanted.
+    # The callback calls numba's own form of the function and prints exceptions; only the inner
+    # function is used.
     inner = callback.native_name.removeprefix("cfunc.")
     wrapper = _WRAPPER.format(
         triple=module.triple, layout=module.data_layout, inner=inner, entry=_ENTRY
@@ -463,7 +464,7 @@ def _numba_type(kind: Any) -> Any:
 
 
 def _emit(module: Any) -> bytes:
-    """Return machine code of the entry and what it needs."""
+    """Return machine code of the entry and of the functions that it calls."""
     for value in [*module.functions, *module.global_variables]:
         if not value.is_declaration and value.name != _ENTRY:
             value.linkage = "internal"

@@ -1,22 +1,23 @@
-"""The threads among which a kernel's work is shared: those of torch, or a small pool of Python's.
+"""The threads that share a kernel's work: torch's OpenMP threads, or a pool of Python threads.
 
-torch computes with the threads of OpenMP, which wait for the next call spinning: for milliseconds
-each takes a core. Threads beside them would compete with them, so kernels run on the same ones
-where torch has several (:func:`~lns_ops.cpu.compiler.object_cache.share`). In a child of ``fork``
-whose parent had such threads or had not loaded this, and where there is no OpenMP, torch has one
-thread, or more than kernels may use, these run on a pool of Python threads.
+torch computes with OpenMP threads, which spin for some milliseconds while they wait for the next
+call, and each occupies a core. Additional threads would compete with them. So if torch has several
+threads, kernels run on these (:func:`~lns_ops.cpu.compiler.object_cache.share`). Otherwise
+they run on a pool of Python threads: if OpenMP is missing, if torch has one thread or more than
+kernels may use, and in a child of ``fork`` whose parent had OpenMP threads or had not imported this
+module.
 
 Why not numba's own ``prange``: its threading layers change the thread count that torch sees, abort
-when two Python threads enter them at once, and do not survive ``fork``. A kernel here runs outside
-the GIL and takes a half-open range of work units, so ordinary threads are enough; handing out a
-range costs some ten microseconds.
+if two Python threads enter them at once, and do not survive ``fork``. A kernel here runs outside
+the GIL on a half-open range of work units, so ordinary threads are enough; handing out a range
+takes about ten microseconds.
 
-Method: the caller's thread works too, so ``n`` threads are ``n - 1`` helpers. All of them draw
-ranges from one queue, which keeps them busy when another process takes one core for a while.
-Helpers never wait for each other, so kernels may be called from many threads at once. The pool is
-made on first use and again after a ``fork``: a child owns none of its parent's threads.
+Method: the caller's thread works, too, so ``n`` threads are ``n - 1`` helpers. All of them take
+ranges from one queue, which keeps them busy if another process occupies a core for a while. Helpers
+never wait for each other, so kernels may be called from many threads at once. The pool is created
+on first use and again after a ``fork``, because a child does not have its parent's threads.
 
-Limits: the thread count is per process; there is no pinning.
+Limits: the thread count is per process; threads are not pinned.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lns_ops.cpu.compiler.object_cache import Kernel
 def _default_threads() -> int:
     """Return OMP_NUM_THREADS if it is a positive integer, else the number of the process's CPUs.
 
-    Of a list in OMP_NUM_THREADS the first level counts.
+    If OMP_NUM_THREADS is a list, its first level counts.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if first.isdigit() and int(first) > 0:
@@ -47,7 +48,7 @@ def _default_threads() -> int:
 
 
 def _is_forked() -> bool:
-    """Tell whether this process was forked and has started no program since; proc(5), ``flags``."""
+    """Return whether this process was forked and has not called exec since; proc(5), ``flags``."""
     try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             return bool(int(file.read().rpartition(")")[2].split()[6]) & 0x40)
@@ -69,7 +70,8 @@ class _Pool:
     def executor(self) -> ThreadPoolExecutor:
         """Return the helpers of this process.
 
-        A forked child drops its parent's executor without joining threads that it does not have.
+        A forked child drops its parent's executor without joining its threads, which the child does
+        not have.
         """
         with self._lock:
             owner = (os.getpid(), self.threads)
@@ -83,7 +85,7 @@ class _Pool:
             return self._executor
 
     def before_fork(self) -> None:
-        """Note whether all threads are Python's, so that no team of OpenMP waits among them."""
+        """Note whether all threads are Python threads, and no OpenMP team is idle."""
         known = {
             os.getpid(),
             *(t.native_id for t in threading.enumerate() if not t.name.startswith("Dummy")),
@@ -96,9 +98,9 @@ class _Pool:
     def after_fork(self) -> None:
         """Replace the lock and drop the executor in a child.
 
-        Another thread of the parent may have held the lock at the moment of the fork. A team that
-        the parent had is not there, and OpenMP would wait for it for ever: so torch computes with
-        one thread, as in workers of its DataLoader, where kernels had a team in the parent.
+        Another thread of the parent may have held the lock during the fork. An OpenMP team of the
+        parent does not exist in the child, and OpenMP would wait for it forever. So if kernels had
+        a team in the parent, torch computes with one thread, as in DataLoader workers.
         """
         if self.used_team:
             torch.set_num_threads(1)
@@ -113,14 +115,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_num_threads() -> int:
-    """Return the number of threads that a kernel may use, the caller's included."""
+    """Return the number of threads that a kernel may use, including the caller's."""
     return _POOL.threads
 
 
 def set_num_threads(threads: int) -> None:
-    """Use ``threads`` threads, the caller's included, from the next call on.
+    """Use ``threads`` threads, including the caller's, from the next call on.
 
-    Where torch has several, no more of them are used than it has. Its own count is untouched.
+    If torch has several threads, at most as many are used. torch's own count does not change.
 
     Raises:
         ValueError: ``threads`` is not a positive integer.
@@ -133,10 +135,7 @@ def set_num_threads(threads: int) -> None:
 
 
 def _ranges(units: int, grain: int, threads: int) -> Iterator[tuple[int, int]]:
-    """Cover ``0 .. units`` by ranges, large ones first and small ones last.
-
-    So the threads end together.
-    """
+    """Cover ``0 .. units`` by ranges, large ones first, so that all threads end together."""
     start = 0
     while start < units:
         stop = min(units, start + max(grain, (units - start) // (2 * threads)))
@@ -148,16 +147,16 @@ def run(kernel: Kernel, units: int, grain: int, *args: Any) -> int:
     """Call ``kernel(*args, start, stop)`` over ``0 .. units``; return the OR of the results.
 
     Args:
-        kernel: what to call; it releases the GIL.
+        kernel: the kernel; it releases the GIL.
         units: number of independent units of work.
-        grain: fewest units worth handing to another thread.
-        args: passed on unchanged.
+        grain: minimum number of units for a thread.
+        args: further arguments of the kernel.
     """
     if units < 2 * grain or _POOL.threads == 1:
         return kernel.code(args)(*args, 0, units) if units else 0
     code = kernel.code(args)
     ranges = _ranges(units, max(1, grain), _POOL.threads)
-    team = torch.get_num_threads()  # one of another size would end and begin threads
+    team = torch.get_num_threads()  # another team size would create and destroy threads
     if (
         1 < team <= _POOL.threads
         and _POOL.has_team

@@ -1,23 +1,23 @@
 """Compiled elementwise kernels: LNS operations, encoding and decoding, on flat arrays.
 
 Each kernel takes contiguous one-dimensional arrays, format constants as integers, and a range
-``start .. stop``; the compiler turns the loops into vector code, with one table look-up (a gather)
-where a Gaussian logarithm is needed. Tables and limits are arguments, never globals.
+``start .. stop``. The compiler vectorizes the loops, with one table look-up (a gather) for each
+Gaussian logarithm. Tables and limits are arguments, never globals.
 
-Integers are kept at 32 bits by explicit casts (numba would widen every sum to 64 and halve the
-vector).
+Explicit casts keep integers at 32 bits (numba would widen every sum to 64 bits and halve the vector
+length).
 
-Encoding and decoding are exact. A float32's fraction is cut into ``2^(f+1)`` cells, narrower than
-the distance of two thresholds, so a cell holds at most one; a single addition of ``shift[cell]``
-carries into the rounded logarithm exactly when the fraction is above that threshold. All of it is
-integer arithmetic on bit patterns, subnormals included, so the processor's flush-to-zero mode makes
-no difference.
+Encoding and decoding are exact. A float32's fraction is divided into ``2^(f+1)`` cells, narrower
+than the distance between two thresholds, so a cell has at most one. A single addition of
+``shift[cell]`` carries into the rounded logarithm exactly if the fraction is above that threshold.
+Everything is integer arithmetic on bit patterns, including subnormals, so the processor's
+flush-to-zero mode has no effect.
 
 The primitives work on (sign, field) pairs, which the fused updates
-(:mod:`lns_ops.cpu.kernels.updates`) keep in registers from one operation to the next. The sign of a
-zero field is without meaning: it takes part in no sum and packs to code 0.
+(:mod:`lns_ops.cpu.kernels.updates`) keep in registers between operations. The sign of a zero field
+is meaningless: it affects no sum and packs to code 0.
 
-Kernels return 0, or 1 where the wrapper must raise.
+Kernels return 0, or 1 if the wrapper must raise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_fields(sx: Any, fx: Any, sy: Any, fy: Any, table: _I32, last: Any, mask:
     larger, smaller = max(fx, fy), min(fx, fy)
     distance = min(int32(larger - smaller), last)
     index = int32(distance + ((sx ^ sy) & int32(last + 1)))
-    looked_up = look_up(table, index)  # always, so that no branch keeps the loop scalar
+    looked_up = look_up(table, index)  # unconditional, because a branch would prevent vectorization
     correction = looked_up if smaller > 0 else int32(0)
     field = max(min(int32(larger + correction), mask), int32(0))
     return (sx if fx >= fy else sy), field
@@ -57,7 +57,7 @@ def add_fields_stochastic(
 ) -> Any:
     """Return :func:`add_fields` rounded at random by 16 uniform ``bits``.
 
-    ``table`` has 16 bits behind the ulp.
+    ``table`` has 16 bits below the ulp.
     """
     larger, smaller = max(fx, fy), min(fx, fy)
     distance = min(int32(larger - smaller), last)
@@ -76,7 +76,7 @@ def mul_fields(fx: Any, fy: Any, bias: Any, mask: Any) -> Any:
 
 @helper
 def code_of(sign: Any, field: Any, mask: Any) -> Any:
-    """Join a sign (0 or -1) and a field; a zero field gives code 0 whatever the sign."""
+    """Join a sign (0 or -1) and a field; a zero field gives code 0 for both signs."""
     return int16(int32(field | (sign & ~mask))) if field > 0 else int16(0)
 
 
@@ -97,7 +97,7 @@ def add(
 
 @kernel
 def repeat(x: _I16, out: _I16, length: int, start: int, stop: int) -> int:
-    """Fill ``out`` with runs of ``length`` equal codes, those of ``x`` in turn; a unit is a run."""
+    """Fill ``out`` with runs of ``length`` equal codes, one run for each code of ``x`` in turn."""
     size, first = x.size, start
     while length == 1 and first < stop:
         at = first % size
@@ -128,7 +128,7 @@ def mul(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int
 
 @kernel
 def div(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
-    """Store ``out = x / y``; return 1 where some ``y`` is zero."""
+    """Store ``out = x / y``; return 1 if a ``y`` is zero."""
     bias_, mask_ = int32(bias), int32(mask)
     bad = int32(0)
     for i in range(start, stop):
@@ -144,7 +144,7 @@ def div(x: _I16, y: _I16, out: _I16, bias: int, mask: int, start: int, stop: int
 def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int:
     """Store ``out = sqrt(x)``, half the logarithm rounded half to even.
 
-    Return 1 where some ``x`` is negative.
+    Return 1 if an ``x`` is negative.
     """
     bias_, mask_ = int32(bias), int32(mask)
     bad = int32(0)
@@ -161,8 +161,8 @@ def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int
 @helper
 def nearest_field(magnitude: Any, shift: _I32, down: Any, f: Any, offset: Any) -> Any:
     """Return the field nearest to a positive float32's bits, not yet limited to the range."""
-    # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are below
-    # every format.
+    # Subnormals of 2^-127 and 2^-128 are shifted by one and two bits; smaller ones are below every
+    # format.
     once, twice = (
         int32(int32(magnitude << 1) - int32(1 << 23)),
         int32(int32(magnitude << 2) - int32(2 << 23)),
@@ -178,7 +178,7 @@ def nearest_field(magnitude: Any, shift: _I32, down: Any, f: Any, offset: Any) -
 def encode32(
     x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mask: int, start: int, stop: int
 ) -> int:
-    """Store the codes of float32 bit patterns ``x``; return 1 where one is NaN or infinite."""
+    """Store the codes of float32 bit patterns ``x``; return 1 if one is NaN or infinite."""
     mask_, f = int32(mask), int32(fraction_bits)
     down = int32(22 - fraction_bits)
     offset = int32(bias - (127 << fraction_bits))
@@ -188,8 +188,8 @@ def encode32(
         magnitude = int32(pattern & int32(0x7FFFFFFF))
         largest = max(largest, magnitude)
         field = nearest_field(magnitude, shift, down, f, offset)
-        # Zero comes out below the range too. A conditional expression here would be a branch, and
-        # the loop scalar.
+        # Zero also comes out below the range. A conditional expression would be a branch and
+        # prevent vectorization.
         put(out, i, code_of(pattern >> 31, max(min(field, mask_), int32(0)), mask_))
     return int(largest >= int32(0x7F800000))
 
@@ -207,8 +207,8 @@ def encode32_stochastic(
     for i in range(start, stop):
         pattern = get(x, i)
         magnitude = int64(pattern & int32(0x7FFFFFFF))
-        # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are
-        # below every format.
+        # Subnormals of 2^-127 and 2^-128 are shifted by one and two bits; smaller ones are below
+        # every format.
         shift = (
             int64(0) if magnitude >= 0x800000 else int64(1) if magnitude >= 0x400000 else int64(2)
         )
@@ -235,7 +235,7 @@ def encode64(
     x: NDArray[np.int64], out: _I16, threshold: NDArray[np.int64], base: _I32, fraction_bits: int,
     bias: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Store the codes of float64 bit patterns ``x``; return 1 where one is NaN or infinite.
+    """Store the codes of float64 bit patterns ``x``; return 1 if one is NaN or infinite.
 
     Subnormals underflow in every format.
     """
@@ -295,7 +295,7 @@ def decode64(
 ) -> int:
     """Store the float64 bit patterns of the codes.
 
-    Every format lies inside float64's normal range.
+    Every format is inside float64's normal range.
     """
     mask_ = int64(mask)
     low = int64((1 << fraction_bits) - 1)

@@ -1,19 +1,19 @@
 """Compiled sums and matrix products in the contract's order, for any format on any processor.
 
-Word: a signed logarithm is held in one 32-bit integer ``w = 4 log + s`` (``s`` = 1 for negative),
-zero in a word far below every other (``NOTHING``). Then the larger of two words is the larger
-magnitude *with its sign*, and their distance is ``4 |d| + {-1, 0, 1}``, odd exactly where the signs
-differ: one table indexed by that distance holds ``4 G+`` at ``4 d`` and ``4 G-`` at ``4 d - 1`` and
-``4 d + 1``, so an addition is max, min, subtract, gather, add, with no case for the signs. Exact
-cancellation sits at distance 1 and holds a number that throws the result below every logarithm.
+Word: a signed logarithm is one 32-bit integer ``w = 4 log + s`` (``s`` = 1 for negative); zero is a
+word far below all others (``NOTHING``). The larger of two words is then the larger magnitude *with
+its sign*, and their distance is ``4 |d| + {-1, 0, 1}``, which is odd exactly if the signs differ.
+One table indexed by that distance holds ``4 G+`` at ``4 d``, and ``4 G-`` at ``4 d - 1`` and ``4 d
++ 1``. So an addition is max, min, subtract, gather, add, without a case for the signs. Exact
+cancellation has distance 1, where the entry moves the result below every logarithm.
 
 The accumulator's limits are applied after each addition: logarithms below ``ACC_MIN`` become
-NOTHING, those above ``ACC_MAX`` saturate. Where a call's operands cannot reach the limits
-(``clamp`` false, decided by the caller from the largest and smallest logarithms) that work is left
-out; results are the same.
+NOTHING, logarithms above ``ACC_MAX`` saturate. If a call's operands cannot reach the limits
+(``clamp`` false, decided by the caller from the largest and smallest logarithms), this step is
+skipped; results are the same.
 
-Layout: in the products, ``y`` is widened once to words, a row of ``x`` is a scalar per step (zeros
-cost one branch), and a strip of ``STRIP`` columns of accumulators stays in the first-level cache.
+Layout: in products ``y`` is widened once to words, a row of ``x`` is a scalar per step (zeros cost
+one branch), and a strip of ``STRIP`` columns of accumulators stays in the first-level cache.
 
 Shapes: M rows, N columns, K the reduced index. Everything is contiguous; ranges ``start .. stop``
 count work units.
@@ -42,14 +42,14 @@ _COUNTABLE = 1 << 14
 NOTHING = -(1 << 28)
 _CANCELLED = -(1 << 29)
 LOWEST, HIGHEST = 4 * ACC_MIN, 4 * ACC_MAX
-"""Words of the accumulator's limits."""
+"""The accumulator's limits as words."""
 
 
 @lru_cache(maxsize=32)
 def distance_table(fraction_bits: int) -> _I32:
     """Return ``4 G(distance)`` by the distance of two words, int32.
 
-    The last entry is 0 and stands for every larger distance.
+    The last entry is 0, and is used for all larger distances.
     """
     plus, minus = gaussian_tables(fraction_bits)
     table = np.zeros(4 * len(plus), np.int32)
@@ -110,7 +110,7 @@ def narrow(x: _I32, out: _I16, bias: int, mask: int, start: int, stop: int) -> i
 def survey(x: _I16, found: _I64, mask: int, start: int, stop: int) -> int:
     """Store in ``found`` the smallest and largest field of the nonzero codes, and their number.
 
-    Without any, the fields are 2^16 and 0.
+    If all codes are zero, the fields are 2^16 and 0.
     """
     low, high, nonzero, mask_ = uint16(0xFFFF), int16(0), int64(0), int16(mask)
     for first in range(start, stop, _COUNTABLE):
@@ -118,7 +118,7 @@ def survey(x: _I16, found: _I64, mask: int, start: int, stop: int) -> int:
         for i in range(first, min(stop, first + _COUNTABLE)):
             field = int16(get(x, i) & mask_)
             high = max(high, field)
-            low = min(low, uint16(field - 1))  # one less, so that zero becomes the largest
+            low = min(low, uint16(field - 1))  # minus one, so that zero becomes the largest
             count = int16(count + (int16(1) if field != 0 else int16(0)))
         nonzero += int64(count)
     found[0], found[1], found[2] = int64(low) + 1, high, nonzero
@@ -190,8 +190,8 @@ def sum_rows(
 ) -> int:
     """Sum the blocks of a flat (rows, K) array into words (blocks, rows).
 
-    A unit is a strip of STRIP (row, block) pairs: adding within one row is a chain of dependent
-    steps, so STRIP chains are transposed into columns and run side by side.
+    A unit is a strip of STRIP (row, block) pairs. Additions within one row depend on each other, so
+    STRIP of them are transposed into columns and run side by side.
     """
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)

@@ -1,9 +1,9 @@
 """Compiled maximum over windows of images.
 
-The order key of a code and the number of the window's element share an int32, ``65536 key + 65535 -
-tap``, so one maximum finds both the largest value and, among equal ones, the first. All columns of
-a row are treated alike, whatever the stride, and every stride-th is taken at the end: vectors stay
-contiguous; at stride 2 half of the maxima are computed in vain.
+The order key of a code and the index of the window's element share an int32, ``65536 key + 65535 -
+tap``. So one maximum finds both the largest value and the first of equal ones. All columns of a row
+are computed for any stride, and every stride-th is selected at the end. This keeps vectors
+contiguous; at stride 2 half of the maxima are not used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lns_ops.cpu.compiler.object_cache import kernel
 _I16 = NDArray[np.int16]
 
 _BELOW = -(1 << 31) + (1 << 16)
-"""A word below every key with its number; subtracting a tap from it does not overflow."""
+"""A word below all keys; subtracting a tap from it does not overflow."""
 
 
 @kernel
@@ -28,7 +28,7 @@ def max_pool(
 ) -> int:  # fmt: skip
     """Store the maxima (planes, OH, OW) of images (planes, H, W) and their places ``y W + x``.
 
-    A unit is a plane; return 1 where a window is empty.
+    A unit is a plane; return 1 if a window is empty.
     """
     mask_ = int16(mask)
     columns = (OW - 1) * SW + 1
@@ -58,7 +58,7 @@ def max_pool(
                         put(best, j, max(get(best, j), int32(get(line, j + shift) - tap)))
             for ox in range(OW):
                 found = get(best, ox * SW)
-                if found <= _BELOW:  # a dilated window that has nothing but padding
+                if found <= _BELOW:  # a dilated window that contains only padding
                     return 1
                 tap = 65535 - (int64(found) & 65535)
                 ky = tap // KW

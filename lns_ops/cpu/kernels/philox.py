@@ -1,6 +1,6 @@
 """Random bits for rounding by Philox4x32-10, a counter-based generator.
 
-:func:`lns_ops.reference.random_bits` is the definition.
+The definition is :func:`lns_ops.reference.random_bits`.
 """
 
 from __future__ import annotations

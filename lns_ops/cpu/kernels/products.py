@@ -1,9 +1,9 @@
-"""Compiled kernels of products of powers: logarithms are added beyond a format's range.
+"""Compiled kernels of products of powers, which add logarithms beyond a format's range.
 
-A product has three factors, flat arrays of codes, each raised to a power of its own; a factor too
-many has the power 0. Multiplied and added in float64 the logarithms are exact, but for a power that
-is no integer, which rounds half to even. ``unclamped.product`` in :mod:`lns_ops.functional` is the
-definition in torch's operations.
+A product has three factors, flat arrays of codes, each raised to its own power; unused factors have
+the power 0. Logarithms are multiplied and added in float64, which is exact, except that a
+fractional power rounds half to even. The definition is ``unclamped.product`` in
+:mod:`lns_ops.functional`, in torch operations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _F64 = NDArray[np.float64]
 
 @helper
 def raised(code: Any, power: Any, furthest: Any, bias: Any, mask: Any) -> Any:
-    """Return the logarithm of a power, a whole number, and whether it is not zero (1, or 0)."""
+    """Return the logarithm of a power, a whole number, and 1 if the power is nonzero, else 0."""
     field = code & mask
     exact = float64(int32(field - bias)) * power
     nearest = float64(exact + 6755399441055744.0) - 6755399441055744.0  # 1.5 x 2^52
@@ -38,7 +38,7 @@ def product(
     a: Any, b: Any, c: Any, p: Any, q: Any, r: Any, odd_p: Any, odd_q: Any, odd_r: Any, shift: Any,
     flip: Any, furthest: Any, bias: Any, mask: Any,
 ) -> Any:  # fmt: skip
-    """Return the logarithm of a product, its sign (0 or -1), and whether it is not zero."""
+    """Return the logarithm of a product, its sign (0 or -1), and whether it is nonzero."""
     x, alive_x = raised(a, p, furthest, bias, mask)
     y, alive_y = raised(b, q, furthest, bias, mask)
     z, alive_z = raised(c, r, furthest, bias, mask)
@@ -70,7 +70,7 @@ def parts(
     a: _I16, b: _I16, c: _I16, logs: _I32, signs: _I16, alive: _I16, powers: _F64, odd: _I32,
     shift: int, flip: int, furthest: int, bias: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Store logarithms of products, signs (0 or -1) and what is not zero (-1, or 0)."""
+    """Store logarithms of products, signs (0 or -1), and -1 for nonzero products, else 0."""
     bias_, mask_, flip_, furthest_ = int32(bias), int32(mask), int32(flip), float64(furthest)
     p, q, r, shift_ = get(powers, 0), get(powers, 1), get(powers, 2), float64(shift)
     odd_p, odd_q, odd_r = get(odd, 0), get(odd, 1), get(odd, 2)

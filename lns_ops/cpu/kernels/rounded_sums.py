@@ -1,6 +1,6 @@
 """Compiled kernel of matrix products whose running sums are rounded to a binary float.
 
-What it computes is :func:`lns_ops.nn.products.rounded_sums.reference`, with the same bits.
+It has the same bits as its definition, :func:`lns_ops.nn.products.rounded_sums.reference`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from lns_ops.cpu.compiler.intrinsics import double_of, get, helper, pattern_of_d
 from lns_ops.cpu.compiler.object_cache import kernel
 
 STRIP = 64
-"""Columns of the result that a unit of work computes."""
+"""Number of result columns that a unit of work computes."""
 LEVELS = 33
-"""Levels of a tree of additions, for up to 2^32 terms."""
+"""Maximum depth of an addition tree, for up to 2^32 terms."""
 _F32 = NDArray[np.float32]
 
 
 @helper
 def rounded(v: Any, shift: Any, lowest: Any, limit: Any, beyond: Any) -> Any:
-    """Return the nearest value of a binary float, ties to even; above ``limit`` it is ``beyond``.
+    """Return the nearest value of a binary float, ties to even, or ``beyond`` above ``limit``.
 
-    ``shift`` is 52 less the bits of the mantissa, and ``lowest`` float64's exponent field of the
-    smallest normal number.
+    ``shift`` is 52 minus the number of mantissa bits. ``lowest`` is the exponent field of the
+    smallest normal number in float64.
     """
     field = int64((pattern_of_double(v) >> int64(52)) & int64(0x7FF))
     scale = int64(max(field, lowest) + shift)
-    # 1.5 * 2^52 steps: what is added to it is rounded to whole steps.
+    # 1.5 * 2^52 steps: adding to it rounds to whole steps.
     rounder = double_of(int64((scale << int64(52)) | int64(1 << 51)))
     near = v + rounder - rounder
     found = v if field == int64(0x7FF) else near
@@ -43,9 +43,9 @@ def add_in_pairs(
     part: Any, waiting: Any, index: Any, width: Any, shift: Any, lowest: Any, limit: Any,
     beyond: Any,
 ) -> None:  # fmt: skip
-    """Add the term ``index`` of each column to the sums of as many terms that wait for it.
+    """Add the term ``index`` of each column to the waiting sums of equally many terms.
 
-    A sum of ``2^level`` terms waits at each one of the binary number ``index``.
+    A sum of ``2^level`` terms is waiting for each one bit of the binary number ``index``.
     """
     level = int64(0)
     while (int64(index) >> level) & int64(1):
@@ -62,7 +62,7 @@ def add_waiting(
     part: Any, waiting: Any, count: Any, width: Any, shift: Any, lowest: Any, limit: Any,
     beyond: Any,
 ) -> None:  # fmt: skip
-    """Add the sums that wait after ``count`` terms, the smallest first."""
+    """Add the remaining waiting sums after ``count`` terms, the smallest first."""
     found = int64(0)
     for level in range(LEVELS):
         if (int64(count) >> int64(level)) & int64(1):
@@ -81,7 +81,7 @@ def matmul(
 ) -> int:  # fmt: skip
     """Multiply (M, K) by (K, N) into (M, N).
 
-    ``limit`` and ``beyond`` are bits of float64. A unit is a row of a strip of columns.
+    ``limit`` and ``beyond`` are bit patterns of float64. A unit is one row of a strip of columns.
     """
     shift_, lowest_ = int64(shift), int64(lowest)
     limit_, beyond_ = double_of(int64(limit)), double_of(int64(beyond))

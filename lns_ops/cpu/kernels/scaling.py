@@ -1,12 +1,12 @@
-"""Compiled kernels that round to a format with a power of two for each group of values, or to
-saturating floats without one.
+"""Compiled kernels that round to a format with a power-of-two scale for each group of values, or to
+saturating floats without a scale.
 
-One call takes the largest magnitude of each group, the power of two that brings it under the
-format's largest, and each value times the power, rounded, times its inverse: what
-:class:`lns_ops.formats.Scaled` is in torch's operations, with the same bits.
+One call computes the largest magnitude of each group and the power of two that brings it under the
+format's largest. Each value is multiplied by the power, rounded, and multiplied by its inverse. The
+bits are the same as in :class:`lns_ops.formats.Scaled` with torch operations.
 
-Values are rows of ``width``, cut into groups of ``length``, of which a row's last may be shorter.
-A unit of work is a row, unless said. Kernels return 0, or 1 where a value is NaN or infinite.
+Values are rows of ``width``, divided into groups of ``length``; a row's last group may be shorter.
+A unit of work is a row, unless noted. Kernels return 0, or 1 if a value is NaN or infinite.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def largest_of(x: _I32, first: Any, end: Any) -> Any:
 
 @helper
 def power_below(largest: Any, limit: Any) -> Any:
-    """Return the exponent of the largest power of two, of -126 to 126, by which ``largest`` comes
-    to lie at most at ``limit``, both bits of floats; 0 for a group of zeros.
+    """Return the exponent of the largest power of two, of -126 to 126, whose product with
+    ``largest`` is at most ``limit`` (both are bit patterns); 0 for a group of zeros.
 
-    As fractions follow exponents in a float's bits, the exponents' difference, less one where the
-    fraction is the larger, is the bits' difference by one shift.
+    In a float's bits the fraction follows the exponent. So the difference of the exponents, minus
+    one if the fraction of ``largest`` is larger, is the difference of the bits after one shift.
     """
     normal, raised = largest, int32(0)
     while int32(0) < normal < int32(0x800000):  # subnormal
@@ -57,7 +57,7 @@ def power_of_two(exponent: Any) -> Any:
 
 @helper
 def scale_of(x: _I32, first: Any, end: Any, limit: Any) -> Any:
-    """Return the power of two of a group, its inverse, and 1 where a value is not finite."""
+    """Return the power of two for a group, its inverse, and 1 if a value is not finite."""
     largest = largest_of(x, first, end)
     power = power_below(largest, limit)
     infinite = int32(largest >= int32(0x7F800000))
@@ -66,10 +66,10 @@ def scale_of(x: _I32, first: Any, end: Any, limit: Any) -> Any:
 
 @helper
 def nearest_float(y: Any, mantissa_bits: Any, lowest: Any) -> Any:
-    """Return the nearest to a positive float32 of floats with ``mantissa_bits``, ties to even;
+    """Return the float with ``mantissa_bits`` that is nearest to a positive float32, ties to even;
     ``lowest`` is the exponent field of the smallest normal number."""
     field = max(int32(pattern_of(y) >> 23), lowest)
-    # 1.5 * 2^23 steps: what is added to it is rounded to whole steps.
+    # 1.5 * 2^23 steps: adding to it rounds to whole steps.
     rounder = float_of(int32(int32(int32(field - mantissa_bits) + 23) << 23) + int32(0x400000))
     return y + rounder - rounder
 
@@ -78,8 +78,8 @@ def nearest_float(y: Any, mantissa_bits: Any, lowest: Any) -> Any:
 def quantize_floats(
     x: _I32, out: _I32, limit: int, mantissa_bits: int, lowest: int, start: int, stop: int
 ) -> int:
-    """Round to the nearest of floats without powers, of which those above ``limit`` saturate. A
-    unit of work is a value."""
+    """Round to the nearest saturating floats without a scale; ``limit`` is the largest. A unit of
+    work is a value."""
     limit_, m, lowest_ = int32(limit), int32(mantissa_bits), int32(lowest)
     largest = int32(0)
     for i in range(start, stop):
@@ -96,7 +96,7 @@ def quantize_scaled_floats(
     x: _I32, out: _I32, width: int, length: int, limit: int, mantissa_bits: int, lowest: int,
     start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Round to the nearest of floats with ``mantissa_bits``."""
+    """Round to the nearest float with ``mantissa_bits``."""
     limit_, m, lowest_ = int32(limit), int32(mantissa_bits), int32(lowest)
     bad = int32(0)
     for row in range(start, stop):
@@ -117,7 +117,7 @@ def quantize_scaled_logarithms(
     x: _I32, out: _I32, shift: _I32, table: _I32, width: int, length: int, limit: int,
     fraction_bits: int, bias: int, mask: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Round to the nearest of an LNS format's values; ``shift`` and ``table`` are the tables of
+    """Round to the nearest value of an LNS format; ``shift`` and ``table`` are the tables of
     ``encode32`` and ``decode32``."""
     limit_, f, mask_ = int32(limit), int32(fraction_bits), int32(mask)
     cell, low = int32(22 - fraction_bits), int32((1 << fraction_bits) - 1)
@@ -134,7 +134,7 @@ def quantize_scaled_logarithms(
                 y = pattern_of(float_of(int32(pattern & int32(0x7FFFFFFF))) * up)
                 field = max(min(nearest_field(y, shift, cell, f, encoding), mask_), int32(0))
                 put(out, i, int32(field | (pattern & int32(-0x80000000))))
-            # A loop of its own: with both tables in one they take a third longer.
+            # A separate loop: with both tables in one loop the two take a third longer.
             for i in range(first, end):
                 signed = get(out, i)
                 field = int32(signed & int32(0x7FFFFFFF))

@@ -1,11 +1,11 @@
-"""Compiled kernels that go by an index: table look-ups, and sums of terms with one destination.
+"""Compiled kernels with an index: table look-ups, and sums of terms with the same destination.
 
-A table of results has ``2^bits`` entries, indexed by the low bits of a code; it stays in the first
-or second level of the cache, so plain loads keep up with memory. The entry ``undefined`` marks
-arguments without a value.
+A table of results has ``2^bits`` entries, indexed by the low bits of a code. It stays in the first
+or second cache level, so plain loads keep up with memory. The entry ``undefined`` marks arguments
+without a value.
 
 Sums by destination follow the contract: the terms of one destination in ascending order of their
-position, in blocks of 64, then the block totals. Words, limits and their arithmetic are those of
+position, in blocks of 64, then the block totals. Words, limits and their arithmetic are as in
 :mod:`lns_ops.cpu.kernels.gather_gemm`.
 """
 
@@ -35,7 +35,7 @@ _I64 = NDArray[np.int64]
 def lookup(
     x: _I16, out: _I16, table: _I16, word: int, undefined: int, start: int, stop: int
 ) -> int:
-    """Store ``out = table[x & word]``; return 1 where an entry is ``undefined``."""
+    """Store ``out = table[x & word]``; return 1 if an entry is ``undefined``."""
     word_, undefined_ = int32(word), int16(undefined)
     bad = int32(0)
     for i in range(start, stop):
@@ -52,7 +52,7 @@ def segment_sum(
 ) -> int:  # fmt: skip
     """Store in row ``r`` of ``out`` (rows, width) the sum of its terms.
 
-    These are the rows ``order[starts[r] : starts[r + 1]]`` of ``x``; a unit is one row of ``out``.
+    Its terms are the rows ``order[starts[r] : starts[r + 1]]`` of ``x``; a unit is one row ``r``.
     """
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)
@@ -96,10 +96,10 @@ def exact_sums(
     x: _I16, totals: _I64, highest: _I64, order: _I64, starts: _I64, rows: _I64, units: _I64,
     width: int, bias: int, mask: int, fraction_bits: int, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Store exact sums of the terms of ``rows`` in units of 2^-30 of ``2^highest``.
+    """Store exact sums of the terms of ``rows``, in units of 2^-30 of ``2^highest``.
 
-    ``highest`` is the power of two at or below the largest term; a unit of work is one of ``rows``.
-    :func:`lns_ops.spec.reference.exact_sum` is the specification.
+    ``2^highest`` is the power of two at or below the largest term; a unit of work is one of
+    ``rows``. :func:`lns_ops.spec.reference.exact_sum` is the specification.
     """
     bias_, mask_, f = int32(bias), int32(mask), int32(fraction_bits)
     peak, total = scratch(STRIP, int32), scratch(STRIP, int64)

@@ -1,11 +1,10 @@
-"""Compiled kernels of small operands, each a whole operation in one call: a product of matrices, a
-sum, and elementwise arithmetic that broadcasts.
+"""Compiled kernels for small operands, one call for a whole operation: a matrix product, a sum, and
+elementwise arithmetic with broadcasting.
 
-Calling a kernel costs as much as thousands of additions, and so does surveying operands or copying
-them into another order. So these read operands where they lie, by strides, and take table look-ups
-whatever the range. Words and order of additions are those of
-:mod:`lns_ops.cpu.kernels.gather_gemm`, and so are the bits; :mod:`lns_ops.cpu.small` says what is
-small.
+Calling a kernel takes as long as thousands of additions, and so does inspecting operands or copying
+them into another order. So these kernels read operands in place, by strides, and use table look-ups
+for every range. Words, order of additions and bits are as in
+:mod:`lns_ops.cpu.kernels.gather_gemm`; :mod:`lns_ops.cpu.small` defines which operands are small.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def matmul(
     y_row: int, y_column: int, bias: int, mask: int, lowest: int, highest: int, block: int,
     start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Multiply batches of (M, K) by (K, N) into (M, N), of the given strides within a matrix.
+    """Multiply batches of (M, K) by (K, N) into (M, N), with the given strides within a matrix.
 
     A unit is one product of the batch.
     """
@@ -86,7 +85,7 @@ def sum_codes(
 ) -> int:  # fmt: skip
     """Sum a flat (outer, K, inner) array over K into (outer, inner), times 2^(shift ulps).
 
-    A unit is a strip of one outer index, or of outer indices where ``inner`` is 1.
+    A unit is a strip of one outer index, or of several outer indices if ``inner`` is 1.
     """
     last, low, high = int32(table.size - 1), int32(lowest), int32(highest)
     bias_, mask_ = int32(bias), int32(mask)

@@ -1,15 +1,14 @@
-"""Compiled kernels of optimizer updates: fused SGD and Adam steps, and update directions.
+"""Compiled kernels of optimizer updates: fused SGD and Adam steps, and the update directions of
+composed optimizers.
 
-The directions are those of composed optimizers, in one pass.
+A step composes the primitives of :mod:`lns_ops.cpu.kernels.elementwise`. Signs and fields stay in
+registers between operations, and each array is read and written once. Every intermediate result is
+clamped as in the reference.
 
-A step composes the primitives of :mod:`lns_ops.cpu.kernels.elementwise` on signs and fields that
-stay in registers from one operation to the next; it reads and writes each array once. Every
-intermediate is clamped as the reference clamps it.
-
-The directions are the operations that :mod:`lns_ops.optim` composes, in its order;
-:mod:`lns_ops.functional.directions` calls them. A direction is stored, and SGD's kernel descends
-along it: one more pass over two bytes a weight, instead of each kernel three times, once for every
-rounding of a weight.
+The directions use the operations that :mod:`lns_ops.optim` composes, in the same order;
+:mod:`lns_ops.functional.directions` calls them. A direction is stored, and then SGD's kernel
+updates the weight. This costs one more pass over two bytes a weight, but saves three versions of
+each kernel (one for each way to round a weight).
 
 Kernels return 0.
 """
@@ -38,9 +37,8 @@ def _direction(
     grad: Any, buffer: Any, i: Any, table: Any, last: Any, bias: Any, mask: Any, momentum: Any,
     use_momentum: Any
 ) -> Any:  # fmt: skip
-    """Return the pair of ``grad``, or with momentum that of ``momentum buffer + grad``.
-
-    The latter becomes the buffer.
+    """Return the pair of ``grad``, or with momentum the pair of ``momentum buffer + grad``, which
+    also becomes the buffer.
     """
     g = int32(get(grad, i))
     sign, field = g >> 31, g & mask
@@ -92,12 +90,12 @@ def _add_stochastic(
 
 @helper
 def _unsigned(bits: Any, i: Any) -> Any:
-    """Return 16 random bits as a number, 0 to 65535."""
+    """Return 16 random bits as a number from 0 to 65535."""
     return int32(get(bits, i)) & int32(0xFFFF)
 
 
 def _sgd(rounding: str, add: Callable[..., Any]) -> Kernel:
-    """Return the kernel of :func:`lns_ops.reference.sgd_update` that adds by ``add``."""
+    """Return the kernel of :func:`lns_ops.reference.sgd_update` that adds with ``add``."""
 
     def sgd(
         weight: _I16, grad: _I16, buffer: _I16, extra: _I16, table: _I32, fine: _I32, last: int,
@@ -106,7 +104,7 @@ def _sgd(rounding: str, add: Callable[..., Any]) -> Kernel:
     ) -> int:  # fmt: skip
         """Compute ``buffer = momentum buffer + grad; weight += negative_lr buffer`` in place.
 
-        Without momentum, ``grad`` itself takes the buffer's place.
+        Without momentum, ``grad`` itself is used instead of the buffer.
         """
         last_, fine_last_, bias_, mask_ = int32(last), int32(fine_last), int32(bias), int32(mask)
         lr, mu = int32(negative_lr), int32(momentum)
@@ -127,7 +125,7 @@ def _root(
 ) -> Any:  # fmt: skip
     """Return the logarithm of ``sqrt(beta root^2 + (1 - beta) x^2)``, plus ``added``.
 
-    It has 16 bits behind the ulp; ``root`` and ``x`` are fields, 0 for zero.
+    It has 16 bits below the ulp; ``root`` and ``x`` are fields, 0 for zero.
     """
     index = max(min(int32(x - root), last), first)
     correction = int64(look_up(decay, int32(index - first)))
@@ -139,7 +137,7 @@ def _root(
 
 @helper
 def _bounded(fine: Any, bias: Any, mask: Any) -> Any:
-    """Return the field of a logarithm with 16 bits behind the ulp, those cut off."""
+    """Return the field of a logarithm with 16 bits below the ulp, which are truncated."""
     return int32(max(min((fine >> 16) + bias, int64(mask)), int64(0)))
 
 
@@ -148,7 +146,7 @@ def _advance(
     root: Any, residue: Any, i: Any, field: Any, decay: _I32, first: Any, last: Any, keep: Any,
     take: Any, bias: Any, mask: Any
 ) -> Any:  # fmt: skip
-    """Return the root's field after it follows ``field``; store it and its rounding residue."""
+    """Update the root with ``field``, store it and its residue, and return its field."""
     lacks, half = int64(get(residue, i)), int64(1 << 15)
     old = int32(get(root, i))
     rounded = _root(old, field, lacks, half, decay, first, last, keep, take, bias)
@@ -164,7 +162,7 @@ def _advance_stochastic(
     root: Any, bits: Any, i: Any, field: Any, decay: _I32, first: Any, last: Any, keep: Any,
     take: Any, bias: Any, mask: Any
 ) -> Any:  # fmt: skip
-    """Return the root's field after it follows ``field``, rounded at random; store it."""
+    """Update the root with ``field``, rounded at random; store it, and return its field."""
     old, chance = int32(get(root, i)), int64(_unsigned(bits, i))
     rounded = _root(old, field, int64(0), chance, decay, first, last, keep, take, bias)
     new = _bounded(rounded, int64(bias), mask)
@@ -239,9 +237,9 @@ def follow(
 
 
 def _adam(rounding: str, add: Callable[..., Any], advance: Callable[..., Any]) -> Kernel:
-    """Return the kernel of :func:`lns_ops.reference.adam_update` that adds by ``add``.
+    """Return the kernel of :func:`lns_ops.reference.adam_update` that adds with ``add``.
 
-    ``advance`` moves the root, by its residue or by random bits, ``lacks``.
+    ``advance`` updates the root with its residue or with random bits (``lacks``).
     """
 
     def adam(
@@ -272,11 +270,11 @@ def _adam(rounding: str, add: Callable[..., Any], advance: Callable[..., Any]) -
 
 
 class Rounded(NamedTuple):
-    """The kernels of one way to round a weight.
+    """The kernels for one way to round a weight.
 
-    All have one list of arguments: ``extra`` is Kahan's compensation, or random bits; ``fine`` the
-    table of sums that round at random; ``lacks`` the root's residue, or random bits. A kernel reads
-    no argument that its rounding has no use for, so any array may stand there.
+    All have the same arguments: ``extra`` is Kahan's compensation, or random bits; ``fine`` is the
+    table of sums with random rounding; ``lacks`` is the root's residue, or random bits. A kernel
+    does not read arguments that its rounding does not need, so any array may be passed there.
     """
 
     sgd: Kernel
@@ -294,7 +292,7 @@ STOCHASTIC = Rounded(
 def _blend(
     x: Any, y: Any, table: _I32, last: Any, bias: Any, mask: Any, keep: Any, rest: Any
 ) -> Any:
-    """Return the pair of ``keep x + rest y`` of codes, both factors positive."""
+    """Return the pair of ``keep x + rest y`` for codes, both factors positive."""
     fx, fy = mul_fields(x & mask, keep, bias, mask), mul_fields(y & mask, rest, bias, mask)
     return add_fields(x >> 31, fx, y >> 31, fy, table, last, mask)
 
@@ -323,7 +321,7 @@ def lion(
     mask: int, keep: int, rest: int, average_keep: int, average_rest: int, decay: int,
     use_decay: bool, start: int, stop: int,
 ) -> int:  # fmt: skip
-    """Compute Lion's direction, then move its average.
+    """Compute Lion's direction, then update its average.
 
     ``out = sign(keep average + rest grad) + decay weight; average = average_keep average +
     average_rest grad``.
@@ -351,7 +349,7 @@ def normed(
 ) -> int:  # fmt: skip
     """Compute ``out = (g / (root + eps)) factor``, at most ``bound``.
 
-    ``g = grad + decay weight``; the root follows it by the table ``squares`` first.
+    ``g = grad + decay weight``; first the root is updated by the table ``squares``.
     """
     last_, bias_, mask_ = int32(last), int32(bias), int32(mask)
     first_, end = int32(first), int32(first + len(squares) - 1)
@@ -370,9 +368,9 @@ def multiply(
     weight: _I16, x: _I16, residue: _I16, bits: _U16, table: _I64, words: int, bias: int, mask: int,
     highest: int, start: int, stop: int
 ) -> int:  # fmt: skip
-    """Compute ``weight *= 2^(-sign(weight) table[x])``; zero weights stay.
+    """Compute ``weight *= 2^(-sign(weight) table[x])``; zero weights stay zero.
 
-    :func:`lns_ops.optim.moments.multiply_` is the definition; ``highest`` is a field.
+    The definition is :func:`lns_ops.optim.moments.multiply_`; ``highest`` is a field.
     """
     for i in range(start, stop):
         w = int64(get(weight, i))

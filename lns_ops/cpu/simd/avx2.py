@@ -1,17 +1,17 @@
 """The LNS addition on vectors for processors with AVX2 but not AVX-512.
 
-It is that of :mod:`lns_ops.cpu.simd.avx512` with byte permutations of 16 entries.
+The method is as in :mod:`lns_ops.cpu.simd.avx512`, with byte permutations of 16 entries.
 
-A vector of 32 lanes is two registers here. LLVM splits what both instruction sets have in common;
-:func:`add` works on the halves. Their windows are packed into the bytes of one register, so that a
-look-up serves 32 additions, and the low and high bytes that it finds are interleaved to words
-again. :mod:`lns_ops.cpu.simd.piecewise_avx2` has the formulas. 68 instructions for 32 products at f
-<= 6 and 87 at f = 7, not counting loads and stores.
+A vector of 32 lanes is two registers here. LLVM splits instructions that both instruction sets
+have; :func:`add` works on the halves. Their windows are packed into the bytes of one register, so
+one look-up serves 32 additions, and the low and high bytes of the result are interleaved to words
+again. :mod:`lns_ops.cpu.simd.piecewise_avx2` has the formulas. 32 products take 68 instructions at
+f <= 6 and 87 at f = 7, not counting loads and stores.
 
-Sixteen registers hold neither sums nor tables: both come from memory. So several additions take
-turns at every step, and a table that is loaded serves them all; without that, and without hiding
-the tables' address once per group, LLVM would load all of them before the loop, and load them again
-from the stack.
+Sixteen registers cannot hold the sums and the tables, so both are in memory. Several additions are
+interleaved, so that each loaded table serves all of them. Otherwise, or if the tables' address were
+not hidden once per group, LLVM would load all tables before the loop and then load them again from
+the stack.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from lns_ops.cpu.simd import avx512
 from lns_ops.cpu.simd.piecewise_avx2 import ENTRIES, Cut
 
 MULTIPLIER = avx512.SPREAD
-"""The row of the constants that holds the window's multiplier.
+"""The row of the constants with the window's multiplier.
 
-The rows REACH, ONE, SCALE, UNITS, NOTHING and ZONE are those of :mod:`lns_ops.cpu.simd.avx512`.
+The rows REACH, ONE, SCALE, UNITS, NOTHING and ZONE are defined in :mod:`lns_ops.cpu.simd.avx512`.
 """
 SIDE_BY_SIDE = 4
-"""The number of additions of 32 products whose instructions take turns.
+"""Number of additions of 32 products whose instructions are interleaved.
 
-They hide each other's latency and share the loads of tables.
+Interleaving hides their latency and shares the loads of tables.
 """
 FORMS = {large: Cut(1 if large else 2, 0, 0, 0, 64 if large else 32) for large in (False, True)}
-"""The facts of a cut that one compiled form of the addition serves."""
+"""The facts of a cut for which one form of the addition is compiled."""
 
 COARSE, SIXTEEN, HALVES, BASE, MASK, CHANGE, CELLS = 0, 1, 2, 4, 6, 8, 10
-"""The starts of constants and tables, in registers of 32 bytes.
+"""The start of each constant and table, in registers of 32 bytes.
 
-At CELLS lie the low bytes of A, its high bytes, and both of B.
+CELLS is the start of the low bytes of A, its high bytes, and both bytes of B.
 """
 OFFSET_HIGH = 1
 
@@ -63,11 +63,11 @@ def _halves(builder: Any, value: Any) -> list[Any]:
 
 
 class _Emit:
-    """The writer of AVX2 instructions into one function."""
+    """Emits AVX2 instructions into one function."""
 
     def __init__(self, builder: Any, tables: Any) -> None:
         self.builder = builder
-        # Empty assembly whose result LLVM cannot know.
+        # Empty assembly, so that LLVM cannot know its result.
         number = ir.IntType(64)
         hidden = ir.InlineAsm(ir.FunctionType(number, [number]), "", "=r,0", side_effect=True)
         self.tables = builder.inttoptr(builder.call(hidden, [tables]), _BYTES.as_pointer())
@@ -80,7 +80,7 @@ class _Emit:
         )
 
     def table(self, index: int) -> Any:
-        """Load 32 bytes once: a table of 16 twice, or a constant."""
+        """Load 32 bytes once: a table of 16 bytes twice, or a constant."""
         if index not in self.loaded:
             self.loaded[index] = self.builder.load(
                 self.builder.gep(self.tables, [ir.Constant(ir.IntType(64), index)]), align=1
@@ -94,11 +94,11 @@ class _Emit:
         )
 
     def packed(self, low: Any, high: Any) -> Any:
-        """Pack words of two registers to bytes, saturating, 128 bits of each in turn."""
+        """Pack the words of two registers to bytes, saturating, alternating 128 bits of each."""
         return self.call("llvm.x86.avx2.packuswb", low, high, result=_BYTES)
 
     def words(self, low: Any, high: Any) -> list[Any]:
-        """Interleave low and high bytes to two registers of words, ordered as by :meth:`packed`."""
+        """Interleave low and high bytes to two registers of words, ordered as in :meth:`packed`."""
         orders = (
             [16 * lane + 8 * half + i // 2 + 32 * (i % 2) for lane in (0, 1) for i in range(16)]
             for half in (0, 1)
@@ -112,20 +112,20 @@ class _Emit:
         ]
 
     def shifted(self, value: Any, bits: int) -> Any:
-        """Shift bytes right as words: bits cross from byte to byte."""
+        """Shift bytes right as words: bits cross byte boundaries."""
         words = self.builder.lshr(
             self.builder.bitcast(value, _HALF), ir.Constant(_HALF, [bits] * 16)
         )
         return self.builder.bitcast(words, _BYTES)
 
     def look_up(self, table: int, index: Any, found: Any = None) -> Any:
-        """Look up bytes in a table of 16, zero where the index is negative; XOR with ``found``."""
+        """Look up bytes in a table of 16, zero for a negative index; XOR them with ``found``."""
         part = self.call("llvm.x86.avx2.pshuf.b", self.table(table), index, result=_BYTES)
         return part if found is None else self.builder.xor(found, part)
 
 
 def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iterator[Any]:
-    """Write the sums of 32 words; pause after every few instructions and yield the sums at last."""
+    """Emit the sums of 32 words; yield None after every few instructions, and finally the sums."""
     b, halves = emit.builder, (0, 1)
 
     def high_product(u: Any, v: Any) -> Any:
@@ -149,7 +149,7 @@ def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iter
     for i in halves:
         power[i] = high_product(power[i], power[i])
         yield None
-    # Bytes: 0 where the signs differ, else 255.
+    # Bytes: 0 if the signs differ, else 255.
     agree = b.add(
         emit.packed(*(b.and_(d, c[avx512.ONE]) for d in distance)), ir.Constant(_BYTES, [-1] * 32)
     )
@@ -168,10 +168,10 @@ def _addition(emit: _Emit, x: Any, y: Any, c: dict[int, Any], form: Cut) -> Iter
     window = emit.packed(*window)
     coarse = b.and_(emit.shifted(window, 3), emit.table(COARSE))
     yield None
-    # A small cut has a register for the coarse windows (here even numbers) of unlike signs, each
-    # with that of like signs after it. A large one has like signs in the first register; in the
-    # second an index finds nothing (255 is negative) where signs agree, else what makes the entry
-    # of unlike signs of it.
+    # A small cut has one register for the coarse windows: even numbers for different signs, each
+    # followed by the window for equal signs. A large cut has the windows for equal signs in the
+    # first register. For equal signs the index into the second one finds nothing (255 is negative);
+    # for different signs its entry is XORed to give their window.
     indices = [coarse, b.or_(coarse, agree)] if form.large else [b.sub(coarse, agree)]
     yield None
     base = mask = None

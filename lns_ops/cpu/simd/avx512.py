@@ -1,14 +1,14 @@
 """LLVM instructions on 32 lanes of int16, as functions that compiled kernels call.
 
 numba has no vector type, so one is registered here: a ``<32 x i16>`` value, one AVX-512 register.
-Where LLVM has a general instruction it is used (saturating addition, minimum, multiplication);
-AVX-512 intrinsics by name only for table look-ups (vpermb, vpermi2w; the former needs VBMI), the
-high half of products, and three-operand logic. Constants reach the kernels as loaded vectors: given
-literals, LLVM would rewrite multiplications and selections into longer sequences.
+General LLVM instructions are used where they exist (saturating addition, minimum, multiplication).
+AVX-512 intrinsics are used only for table look-ups (vpermb, vpermi2w; the former needs VBMI), the
+high half of products, and three-operand logic. Constants reach the kernels as loaded vectors. If
+they were literals, LLVM would rewrite multiplications and selections into longer sequences.
 
-:func:`add` is the LNS addition, of several vectors side by side;
-:mod:`lns_ops.cpu.simd.piecewise_avx512` has the formulas and :mod:`lns_ops.cpu.simd.gemm` the
-words. Rows of the constants are named below.
+:func:`add` is the LNS addition of several vectors side by side. The formulas are in
+:mod:`lns_ops.cpu.simd.piecewise_avx512`, the words are defined in :mod:`lns_ops.cpu.simd.gemm`.
+Rows of the constants are named below.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from lns_ops.cpu.compiler.object_cache import Kernel, kernel
     TO_DISTANCE, NEAR, UNITS, CELL_PLUS, CELL_MINUS, NOTHING, ZONE,
 ) = range(17)  # fmt: skip
 ROWS = 17
-"""The number of rows of the constants: 32 int16 lanes each."""
+"""Number of rows of the constants, 32 int16 lanes each."""
 
 PANEL = 256
-"""The columns of a panel: eight vectors, enough independent additions to hide latency."""
+"""Number of columns of a panel: eight vectors, enough independent additions to hide latency."""
 SIDE_BY_SIDE = 2
-"""The number of additions whose instructions are interleaved.
+"""Number of additions whose instructions are interleaved.
 
-With more, instructions of one kind queue for the one port that takes them.
+With more, instructions of one kind wait for the single port that executes them.
 """
 ROWS_AT_ONCE = 8
-"""The rows that share a panel's block while it is in the first-level cache."""
+"""Number of rows that share a panel's block while it is in the first-level cache."""
 LOWEST_WORD = -32768
 """The word of zero."""
 
@@ -75,7 +75,7 @@ register_model(_Lanes)(_LanesModel)
 
 
 class _Emit:
-    """The writer of vector instructions into one function."""
+    """Emits vector instructions into one function."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -106,7 +106,7 @@ class _Emit:
         return ir.Constant(WORDS, None)
 
     def eight_bits_from(self, positions: Any, value: Any) -> Any:
-        """Set each byte to eight bits of its own quad of ``value``, from the given bit on."""
+        """Set each byte to eight bits of its quadword of ``value``, starting at the given bit."""
         operands = (self.bytes_of(positions), self.bytes_of(value))
         return self.call("llvm.x86.avx512.pmultishift.qb.512", *operands, result=_BYTES)
 
@@ -141,9 +141,9 @@ class _Emit:
         return self.call("llvm.x86.avx512.vpermi2var.hi.512", low, index, high)
 
     def look_up_split(self, low: Any, high: Any, index: Any, high_bytes: Any) -> Any:
-        """Look up a 64-word table kept as low and high bytes.
+        """Look up a 64-word table stored as low and high bytes.
 
-        Both bytes of each word of ``index`` hold the same index.
+        Both bytes of each word of ``index`` contain the same index.
         """
         merged = self.builder.select(
             high_bytes, self.look_up_bytes(high, index), self.look_up_bytes(low, index)
@@ -152,12 +152,12 @@ class _Emit:
 
 
 def _each(step: Callable[..., Any], *columns: list[Any]) -> list[Any]:
-    """Emit one step of several independent additions side by side, to hide each other's latency."""
+    """Emit one step of several independent additions side by side, to hide their latency."""
     return [step(*values) for values in zip(*columns, strict=True)]
 
 
 def _distances(emit: _Emit, x: list[Any], y: list[Any], one: Any) -> tuple[list[Any], list[Any]]:
-    """Return the larger words, and D: the unit times the distance, plus one where signs differ."""
+    """Return the larger words, and D: the unit times the distance, plus one if signs differ."""
     larger = _each(emit.larger, x, y)
     odd = _each(lambda word: emit.builder.or_(word, one), larger)
     # x ^ y ^ larger is the smaller word; with `odd` its sign bit becomes "signs agree", so the
@@ -177,7 +177,7 @@ def _direct_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[
 
 
 def _mapped_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return what :func:`_direct_cells` does, with cells from the byte tables."""
+    """Return the result of :func:`_direct_cells`, with cells from the byte tables."""
     b = emit.builder
     remaining = _each(lambda d: emit.subtract_to_zero(c[REACH], d), distance)
     remaining = _each(lambda r: b.mul(r, c[SCALE]), remaining)
@@ -194,7 +194,7 @@ def _mapped_cells(emit: _Emit, c: list[Any], distance: list[Any]) -> tuple[list[
 
 
 def _near_exact(emit: _Emit, c: list[Any], distance: list[Any]) -> list[Any]:
-    """Return the exact corrections where signs differ and the distance is small, else 0."""
+    """Return the exact corrections if signs differ and the distance is small, else 0."""
     b = emit.builder
     differ = _each(lambda d: b.icmp_unsigned("!=", b.and_(d, c[ONE]), emit.zero), distance)
     near = _each(lambda d, k: b.and_(b.icmp_unsigned("<", d, c[NEAR]), k), distance, differ)
@@ -215,7 +215,7 @@ def _additions(
     slope = _each(lambda i: emit.look_up_split(c[SLOPE_LOW], c[SLOPE_HIGH], i, high), cell)
     offset = _each(lambda i: emit.look_up_split(c[OFFSET_LOW], c[OFFSET_HIGH], i, high), cell)
     line = _each(emit.builder.add, offset, _each(emit.rounded_product, slope, remaining))
-    # Cells of near, unlike distances hold the zero line, so OR selects.
+    # For small distances and different signs, cells hold a zero line, so OR selects.
     exact = _near_exact(emit, c, distance)
     value = _each(lambda v, e: emit.logic(lambda i, j, k: (i & j) | k, v, c[UNITS], e), line, exact)
     return _each(emit.add_saturating, larger, value)
@@ -225,7 +225,7 @@ def _additions(
 def add(typing_context: Any, x: Any, y: Any, constants: Any, high_bytes: Any, mapped: Any) -> Any:
     """Return the sums of two tuples of words.
 
-    The *type* of ``mapped`` chooses at compile time: None for a direct shape, else mapped.
+    The *type* of ``mapped`` selects the form at compile time: None for direct, else mapped.
     """
     cells_of = _direct_cells if isinstance(mapped, types.NoneType) else _mapped_cells
 
@@ -258,7 +258,7 @@ def _address(
 
 @intrinsic
 def load(typing_context: Any, array: Any, offset: Any) -> Any:
-    """Load 32 lanes of a contiguous int16 array from ``offset`` on."""
+    """Load 32 lanes of a contiguous int16 array, starting at ``offset``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(
@@ -270,7 +270,7 @@ def load(typing_context: Any, array: Any, offset: Any) -> Any:
 
 @intrinsic
 def load_like(typing_context: Any, array: Any, offset: Any, like: Any) -> Any:
-    """Load as many consecutive vectors as the tuple ``like`` holds."""
+    """Load as many consecutive vectors as the tuple ``like`` has."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         places = (
@@ -302,7 +302,7 @@ def store_all(typing_context: Any, array: Any, offset: Any, values: Any) -> Any:
 def products(typing_context: Any, pair: Any, y: Any) -> Any:
     """Return the products of one word and each vector of a tuple.
 
-    An int32 holds the word in both halves; a product is a saturating sum.
+    An int32 contains the word in both halves; a product is a saturating sum.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -318,7 +318,7 @@ def products(typing_context: Any, pair: Any, y: Any) -> Any:
 
 @intrinsic
 def settle(typing_context: Any, x: Any, zone: Any, nothing: Any) -> Any:
-    """Return ``nothing`` where a word of the tuple ``x`` is below ``zone``, else the word."""
+    """Return the words of the tuple ``x``, with ``nothing`` for words below ``zone``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = cgutils.unpack_tuple(builder, args[0])
@@ -346,7 +346,7 @@ def _unpack(
 
 
 def product(addition: Callable[..., Any], name: str) -> Kernel:
-    """Make the kernel of matrix products around a way to add two tuples of words."""
+    """Return the kernel of matrix products for a function that adds two tuples of words."""
 
     @helper
     def row(

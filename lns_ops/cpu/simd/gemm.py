@@ -1,27 +1,27 @@
 """Matrix products on 16-bit vector lanes: exact, 32 multiply-accumulates at a time, no gathers.
 
-Words. A signed logarithm is one int16, ``w = u (log - top - 1) + s``: ``u`` is a power of two that
-leaves room for the sign bit ``s`` (:mod:`lns_ops.cpu.simd.piecewise_avx512`), and ``top`` an upper
-bound of everything the call can produce, so words are negative. The larger of two words is the
-larger magnitude with its sign; a product is one addition, because ``y`` is packed twice, with its
-sign and with the sign flipped, and a row of ``x`` says which to read. About 23 instructions on 32
-products at f = 6 and 26 at f = 7 with AVX-512 (:mod:`lns_ops.cpu.simd.avx512`), 68 and 87 with AVX2
-(:mod:`lns_ops.cpu.simd.avx2`), which has half the width and no large tables.
+Words. A signed logarithm is one int16, ``w = u (log - top - 1) + s``. ``u`` is a power of two that
+leaves room for the sign bit ``s`` (:mod:`lns_ops.cpu.simd.piecewise_avx512`), and ``top`` is an
+upper bound of all results of the call, so words are negative. The larger of two words is the larger
+magnitude with its sign. A product is one addition, because ``y`` is packed twice, with its sign and
+with the sign flipped, and a row of ``x`` selects one of the two. 32 products take about 23
+instructions at f = 6 and 26 at f = 7 with AVX-512 (:mod:`lns_ops.cpu.simd.avx512`), and 68 and 87
+with AVX2 (:mod:`lns_ops.cpu.simd.avx2`), which has half the width and no large tables.
 
-Zero is the lowest word, -32768. Saturation keeps products with zero there; the sum of cancelling
-words saturates there too. Sums of zeros may creep up a few octaves (the *zone*) before the end of a
-block, where :func:`~lns_ops.cpu.simd.avx512.settle` resets them. All true words lie above the zone
-by more than the length of the G tables, so a zero never changes a sum.
+Zero is the lowest word, -32768. Products with zero stay there by saturation, and so does the sum of
+words that cancel. Sums of zeros may rise by a few octaves (the *zone*) before the end of a block,
+where :func:`~lns_ops.cpu.simd.avx512.settle` resets them. All words of nonzero values are above the
+zone by more than the length of the G tables, so a zero never changes a sum.
 
-That must fit 32,768 words, and the accumulator's limits must be out of reach: :func:`plan` decides
-it from the largest and smallest logarithms of the operands. It always holds for lns12, and for
-lns16 while the products span less than some 90 octaves; otherwise the caller falls back to gathers,
-which take any range.
+All this must fit into 32,768 words, and the accumulator's limits must be out of reach. :func:`plan`
+decides this from the smallest and largest logarithms of the operands. It always holds for lns12,
+and for lns16 if the products span less than about 90 octaves; otherwise the caller uses gathers,
+which support any range.
 
-Layout: ``y`` in panels of 256 columns (8 vectors), each step of k holding both signs; ``x`` as
-lists of its nonzero elements per row and block, so zeros cost nothing. A unit of work is a panel
-times 8 rows, block by block, so that the rows share a block of the panel in the nearest caches.
-Panels of at most 128 or 32 columns at the right edge take fewer vectors.
+Layout: ``y`` is stored in panels of 256 columns (8 vectors), with both signs for each step of k.
+``x`` is stored as lists of its nonzero elements per row and block, so zeros cost nothing. A unit of
+work is a panel times 8 rows, block by block, so that the rows share a block of the panel in the
+nearest caches. Panels with at most 128 or 32 columns at the right edge use fewer vectors.
 
 Shapes: M rows, K the reduced index, N columns.
 """
@@ -59,14 +59,14 @@ class WordLayout(NamedTuple):
         unit_shift: log2 of the unit.
         x_top: field of ``x`` whose word is 0.
         y_top: field of ``y`` whose word would be 0.
-        top_field: field (of the result's format, unclamped) that a result word of 0 stands for.
+        top_field: field (of the result's format, unclamped) of a result word of 0.
         zone: words below it are zero.
         constants: rows of :mod:`lns_ops.cpu.simd.avx512`, int16 (ROWS * 32,), and the tables of
             :mod:`lns_ops.cpu.simd.avx2`.
-        extra: what the addition needs beside them: a mask for AVX-512, the address of the tables
+        extra: additional argument of the addition: a mask for AVX-512, the address of the tables
             for AVX2.
-        mapped: which form of it to use: None for direct, True for mapped (their types select the
-            compiled kernel).
+        mapped: which form to use: None for direct, True for mapped (the type selects the compiled
+            kernel).
         kernel: the product.
     """
 
@@ -87,9 +87,9 @@ def _bytes_as_words(low_then: NDArray[Any]) -> _I16:
 
 
 def _zone(fraction_bits: int, unit_shift: int) -> int:
-    """Return the word below which all are zero.
+    """Return the word below which all words are zero.
 
-    It lies a block's worth of sums of zeros above the lowest word.
+    It is above the lowest word by as much as a block of sums of zeros can rise.
     """
     growth = 6 * (1 << fraction_bits) + BLOCK // 2 + 1
     return (growth << unit_shift) + 2 - (1 << 15)
@@ -101,8 +101,8 @@ def _constants(fraction_bits: int) -> _I16:
     pieces = segments(fraction_bits)
     shape = pieces.shape
     rows = np.zeros((avx512.ROWS, 32), np.int64)
-    # For multishift: byte i of a register takes eight bits from bit `window` of its own 16-bit lane
-    # on.
+    # For multishift: byte i of a register gets eight bits of its own 16-bit lane, starting at bit
+    # `window`.
     lanes = np.arange(64) % 8 // 2 * 16 + max(shape.window, 0)
     rows[avx512.REACH] = shape.reach
     rows[avx512.ONE] = 1
@@ -123,9 +123,9 @@ def _constants(fraction_bits: int) -> _I16:
 
 
 def _registers(table: _I64) -> _I16:
-    """Return a table in bytes as registers of 32, 16 bytes to each and each there twice.
+    """Return a table of bytes as registers of 32 bytes, each with 16 bytes of the table twice.
 
-    All but the first are XORed with the 16 before.
+    All registers except the first are XORed with the one before.
     """
     parts = (table & 0xFF).astype(np.uint8).reshape(-1, 1, ENTRIES)
     parts[1:] ^= parts[:-1].copy()
@@ -145,8 +145,8 @@ def _constants_avx2(fraction_bits: int) -> _I16:
     }  # fmt: skip
     for row, value in values.items():
         rows[row] = value
-    # (D + 222 + 1 >> 1) is d + 112 for D = 2 d + 1, and at least 128 where d >= 16; for D = 4 d +
-    # 1, D is halved before.
+    # (D + 222 + 1 >> 1) is d + 112 for D = 2 d + 1, and at least 128 if d >= 16; for D = 4 d + 1, D
+    # is halved before.
     masks = [
         np.full(ENTRIES, value)
         for value in (
@@ -155,8 +155,8 @@ def _constants_avx2(fraction_bits: int) -> _I16:
             *((222, 0) if cut.unit_shift == 1 else (0, 222)),
         )
     ]
-    # Coarse windows of a large cut have a register for each sign, those of a small one every other
-    # place in one register.
+    # A large cut has a register of coarse windows for each sign; in a small cut both alternate in
+    # one register.
     coarse = [
         t.reshape(-1) if cut.large else np.append(t[::-1, :8].T, np.zeros(ENTRIES, np.int64))
         for t in (made.base, made.mask)
@@ -171,7 +171,7 @@ def _constants_avx2(fraction_bits: int) -> _I16:
 
 
 class _Method(NamedTuple):
-    """The way to add that a plan uses, with the length of its tables in words."""
+    """The addition that a plan uses, with the length of its tables in words."""
 
     unit_shift: int
     length: int
@@ -203,13 +203,12 @@ def _method(fraction_bits: int, use_avx2: bool) -> _Method:
 def _bounds(
     x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat
 ) -> tuple[int, int]:
-    """Return the smallest and largest logarithm that products and sums can take.
+    """Return the smallest and largest logarithm that products and sums can have.
 
-    The spans are those of the operands' nonzero fields, inclusive.
-
-    A sum lies at most ``G-(1)`` below its larger term, so block totals and their sum lie at most
-    ``2 G-(1)`` below the smallest product. A sum of n terms lies at most log2(n) octaves above the
-    largest, plus half an ulp of rounding per term.
+    The spans are the ranges of the operands' nonzero fields, inclusive. A sum is below its larger
+    term by at most ``G-(1)``, so block totals and their sum are below the smallest product by at
+    most ``2 G-(1)``. A sum of n terms exceeds the largest by at most log2(n) octaves, plus half an
+    ulp of rounding per term.
     """
     octave, blocks = 1 << fmt.fraction_bits, -(-K // BLOCK)
     growth = 6 * octave + BLOCK // 2 + (blocks - 1).bit_length() * octave + (blocks + 1) // 2
@@ -222,7 +221,7 @@ def _bounds(
 def within_accumulator(
     x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat
 ) -> bool:
-    """Return whether the accumulator's limits are out of reach, so that no kernel applies them."""
+    """Return whether the accumulator's limits are out of reach, so that kernels can skip them."""
     lowest, highest = _bounds(x_span, y_span, K, fmt)
     return lowest >= ACC_MIN and highest <= ACC_MAX
 
@@ -230,11 +229,10 @@ def within_accumulator(
 def plan(
     x_span: tuple[int, int], y_span: tuple[int, int], K: int, fmt: LNSFormat, use_avx2: bool = False
 ) -> WordLayout | None:
-    """Return the word layout for operands of these spans, or None where 16 bits are too few.
+    """Return the word layout for operands with these spans, or None if 16 bits are not enough.
 
-    The spans are those of the operands' nonzero fields, inclusive.
-
-    ``use_avx2`` says which instruction set to plan for.
+    The spans are the ranges of the operands' nonzero fields, inclusive. ``use_avx2`` selects the
+    instruction set.
     """
     f = fmt.fraction_bits
     method = _method(f, use_avx2)
@@ -258,8 +256,8 @@ def pack_x(
 ) -> int:  # fmt: skip
     """Pack the nonzero elements of rows ``start .. stop`` to the front of each block's place.
 
-    ``counts`` (M, blocks) says how many; ``steps`` holds offsets into a panel, ``words`` the word
-    twice (both (M, K)).
+    ``counts`` (M, blocks) gets their numbers; ``steps`` the offsets into a panel, and ``words`` the
+    word twice (both (M, K)).
     """
     mask_, top_, shift_ = int32(mask), int32(top), int32(unit_shift)
     blocks = (K + block - 1) // block

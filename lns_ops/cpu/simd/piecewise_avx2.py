@@ -1,8 +1,8 @@
 """The Gaussian-logarithm tables as straight lines with tables of 16 bytes, exact in every entry.
 
-:mod:`lns_ops.cpu.simd.piecewise_avx512` does the same for processors whose byte permutations reach
-64 entries. AVX2 reaches 16, so every further 16 cells cost instructions, and here the cut is made
-to need few. Words and distances ``D`` (odd where the signs differ) are as there::
+:mod:`lns_ops.cpu.simd.piecewise_avx512` does the same for processors whose byte permutations have
+64 entries. With AVX2 they have 16, so every further 16 cells cost instructions, and the cut is
+designed to need few cells. Words and distances ``D`` (odd if the signs differ) are as there::
 
     R      = scale max(reach - D, 0)
     fourth = R^4, curve = R^8                 repeated squares, 16 bits kept of each: like 2^-d, so
@@ -12,20 +12,21 @@ to need few. Words and distances ``D`` (odd where the signs differ) are as there
     cell   = base[coarse, parity] + (window & mask[coarse, parity])
     value  = (A[cell] + (B[cell] curve + 2^14 >> 15)) & -u
 
-A coarse window is halved as often as its lines need, which the mask says; bases interleave the
-cells without gaps. Where the signs differ and ``d < 16``, 16 bits of A are changed (XOR) by a table
-indexed by d, so that the value is right there too, with whatever cell and line. Its first entry
-makes -32768 of the value: cancellation.
+The mask determines how often a coarse window is halved, as its lines need; the bases place the
+cells without gaps. If the signs differ and ``d < 16``, 16 bits of A are XORed with a table indexed
+by d, which makes the value correct there, too, for any cell and line. The table's first entry makes
+the value -32768: cancellation.
 
-Tables longer than 16 bytes are looked up 16 at a time with an index that counts down from table to
-table. A look-up gives zero where the index is negative, and otherwise uses its low four bits only;
-so each table is kept as the XOR with the one before, and the XOR of all look-ups is the entry.
-Lines whose A has a high byte have cells at the end, so that the high bytes have fewer tables.
+Tables longer than 16 bytes are looked up 16 bytes at a time, with an index that decreases from
+table to table. A look-up gives zero for a negative index, and otherwise uses only the low four
+bits. So each table is stored as the XOR with the one before, and the XOR of all look-ups is the
+entry. Cells whose A has a high byte are at the end, so that there are fewer tables for the high
+bytes.
 
-``reach``, ``scale`` and ``multiplier`` come from a random search for few cells; lines are solved
-for here, and every entry of both tables is compared before use (some 0.1 s at f = 7). Fewest lines,
-with ends anywhere: G+ 7 and G- 13 beyond d = 16 at f = 6, 13 and 28 at f = 7; as lines of D 13 and
-19, 22 and 37.
+``reach``, ``scale`` and ``multiplier`` were found by a random search for few cells. The lines are
+computed here, and every entry of both tables is checked before use (about 0.1 s at f = 7). The
+smallest numbers of lines, with arbitrary ends, are 7 for G+ and 13 for G- beyond d = 16 at f = 6,
+and 13 and 28 at f = 7; for lines in D they are 13 and 19, 22 and 37.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from lns_ops.cpu.simd.piecewise_avx512 import CANCEL_WORD, fit_line
 from lns_ops.spec.gaussian_log import gaussian_tables
 
 ENTRIES = 16
-"""The bytes that one look-up reaches; also the number of distances with a table of their own."""
+"""Number of bytes of one look-up, and of distances with a table of their own."""
 
 _I64 = NDArray[np.int64]
 
 
 class Cut(NamedTuple):
-    """The way distances are cut into cells; the head of the file has the method.
+    """How distances are divided into cells; the module docstring describes the method.
 
     ``cells`` is 32 or 64.
     """
@@ -64,7 +65,7 @@ class Cut(NamedTuple):
 
     @property
     def fine(self) -> int:
-        """The number of bits of the window inside a coarse window."""
+        """The number of window bits inside a coarse window."""
         return 3 if self.large else 4
 
     @property
@@ -74,7 +75,7 @@ class Cut(NamedTuple):
 
 
 HIGH_FROM = {False: 16, True: 32}
-"""The first cell that may have a high byte of A, by whether a cut is large."""
+"""The first cell that may have a high byte of A, by whether the cut is large."""
 
 _CUTS = {
     3: Cut(2, 336, 177, 164, 32),
@@ -91,11 +92,11 @@ class Pieces(NamedTuple):
     Attributes:
         cut: the cut.
         base: first cell by (parity, coarse window), int64 (2, 16).
-        mask: bits of the window that count, as ``base``.
+        mask: used bits of the window, indexed as ``base``.
         offset: A by cell, int64 in 16 bits.
         slope: B by cell, as ``offset``.
-        change: what A is XORed with, by distance, where signs differ, int64 in 16 bits (near,).
-        length: distance, in words, from which on both corrections are 0.
+        change: the XOR mask for A by distance if signs differ, int64 in 16 bits (near,).
+        length: distance, in words, from which both corrections are 0.
     """
 
     cut: Cut
@@ -120,7 +121,7 @@ def _window_and_curve(cut: Cut, distance: _I64, parity: int) -> tuple[_I64, _I64
 
 
 def _wanted(fraction_bits: int, cut: Cut, parity: int) -> _I64:
-    """Return the correction in words by distance, to beyond where the pieces end."""
+    """Return the exact correction in words by distance, up to beyond the end of the pieces."""
     table = gaussian_tables(fraction_bits)[parity].astype(np.int64)
     distance = np.arange(max(len(table), cut.reach >> cut.unit_shift) + 8)
     values = (
@@ -132,7 +133,7 @@ def _wanted(fraction_bits: int, cut: Cut, parity: int) -> _I64:
 
 
 class _Part(NamedTuple):
-    """A coarse window of one sign: the bits of the window that count, and a line for each value."""
+    """A coarse window for one parity: the used bits of the window, and a line for each value."""
 
     parity: int
     coarse: int
@@ -141,7 +142,7 @@ class _Part(NamedTuple):
 
 
 def _part(cut: Cut, parity: int, coarse: int, window: _I64, curve: _I64, wanted: _I64) -> _Part:
-    """Return the coarsest division of a coarse window that lines fit."""
+    """Return the coarsest division of a coarse window for which lines exist."""
     for halvings in range(cut.fine + 1):
         mask = (1 << cut.fine) - (1 << cut.fine - halvings)
         chosen = window & mask
@@ -156,7 +157,7 @@ def _part(cut: Cut, parity: int, coarse: int, window: _I64, curve: _I64, wanted:
 
 
 def _parts(fraction_bits: int, cut: Cut) -> list[_Part]:
-    """Return all coarse windows of both signs, those with most cells first."""
+    """Return the coarse windows of both parities, those with most cells first."""
     found = []
     for parity in (0, 1):
         wanted = _wanted(fraction_bits, cut, parity)
@@ -171,7 +172,7 @@ def _parts(fraction_bits: int, cut: Cut) -> list[_Part]:
 
 @lru_cache(maxsize=8)
 def pieces(fraction_bits: int) -> Pieces:
-    """Return the pieces for ``fraction_bits``, compared with every entry of the tables.
+    """Return the pieces for ``fraction_bits``, checked against every entry of the tables.
 
     Raises:
         KeyError: not :func:`supported`.
@@ -204,7 +205,7 @@ def pieces(fraction_bits: int) -> Pieces:
 
 
 def _cell_and_line(made: Pieces, distance: _I64, parity: int) -> tuple[_I64, _I64]:
-    """Return cells, and ``B curve`` rounded."""
+    """Return cells, and the rounded ``B curve``."""
     window, curve = _window_and_curve(made.cut, distance, parity)
     coarse = window >> made.cut.fine
     cell = made.base[parity][coarse] + (window & made.mask[parity][coarse])
@@ -212,9 +213,9 @@ def _cell_and_line(made: Pieces, distance: _I64, parity: int) -> tuple[_I64, _I6
 
 
 def evaluate(made: Pieces, distance: _I64, parity: int) -> _I64:
-    """Return what the vector kernel computes at each distance in ulps, int64.
+    """Return the result of the vector kernel for each distance in ulps, int64.
 
-    That is ``u G+`` (parity 0) or ``u G-`` (parity 1).
+    It is ``u G+`` (parity 0) or ``u G-`` (parity 1).
     """
     cell, line_part = _cell_and_line(made, distance, parity)
     offset = made.offset[cell]

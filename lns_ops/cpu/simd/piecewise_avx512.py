@@ -1,31 +1,32 @@
 """The Gaussian-logarithm tables as straight lines in vector registers, exact in every entry.
 
-A vector kernel has no room for a table of a thousand entries, but G+ and G- are smooth: cut into
-pieces, each rounded curve equals a rounded straight line *exactly*. This file builds those pieces
-and checks them against the tables; the vector kernel (:mod:`lns_ops.cpu.simd.gemm`) evaluates them
-on 16-bit lanes.
+A vector kernel has no room for a table of a thousand entries, but G+ and G- are smooth. If they are
+divided into pieces, each piece of the rounded curve equals a rounded straight line *exactly*. This
+file computes the pieces and checks them against the tables; the vector kernel
+(:mod:`lns_ops.cpu.simd.gemm`) evaluates them on 16-bit lanes.
 
 Words. A number is ``w = u log + s`` with the unit ``u = 2^unit_shift`` and ``s`` = 1 for negative.
-The distance of two words is ``D = u d + (1 if the signs differ else 0)``, and the correction wanted
-is ``u G+(d)`` or ``u G-(d)``. With 16-bit arithmetic::
+The distance of two words is ``D = u d + (1 if the signs differ else 0)``, and the correction is ``u
+G+(d)`` or ``u G-(d)``. In 16-bit arithmetic::
 
     R     = max(reach - D, 0)                 counted from the far end, where both curves are flat
-    square = (scale R)^2 >> 16                grows fastest at small distances: narrow pieces there,
-                                              wide ones far out
+    square = (scale R)^2 >> 16                changes fastest at small distances: narrow pieces
+                                              there, wide pieces far out
     cell  = one of 64, from the top bits of ``square`` and the parity of D
     value = (A[cell] + (B[cell] scale R + 2^14 >> 15)) & -u
 
-and, where the signs differ and ``d < near``, an exact table of 64 entries, because G- is too steep
-for a line near zero. Its first entry, -32768, drives the sum of two cancelling numbers down to the
+If the signs differ and ``d < near``, an exact table of 64 entries is used, because G- is too steep
+for a line near zero. Its first entry, -32768, moves the sum of two cancelling numbers down to the
 word of zero.
 
-Two ways from square to cell. *Direct* (f <= 6): ``square`` has at most 64 values and its lowest bit
-is replaced by the parity. *Mapped* (f = 7): six bits of ``square`` index one of two byte tables
-(one per parity), which merge pieces so that both signs together need at most 64 cells.
+There are two ways from ``square`` to the cell. *Direct* (f <= 6): ``square`` has at most 64 values
+and its lowest bit is replaced by the parity. *Mapped* (f = 7): six bits of ``square`` index one of
+two byte tables (one per parity), which merge pieces so that both signs together need at most 64
+cells.
 
-``reach``, ``scale`` and the window were found by exhaustive search over their values; A and B are
-solved for here, per piece, and every entry of both tables is compared before use. Limits: 3 <= f <=
-7. At f = 8, G- alone needs 58 pieces beyond distance 64 and G+ 39, however they are placed.
+``reach``, ``scale`` and the window were found by exhaustive search. A and B are computed here for
+each piece, and every entry of both tables is checked before use. Limits: 3 <= f <= 7. At f = 8, G-
+alone needs 58 pieces beyond distance 64 and G+ 39, for any placement.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _I64 = NDArray[np.int64]
 
 
 class Cells(NamedTuple):
-    """The way distances are cut into cells; the head of the file has the method.
+    """How distances are divided into cells; the module docstring describes the method.
 
-    ``window`` is the lowest bit of ``square`` used, or -1 for direct.
+    ``window`` is the lowest used bit of ``square``, or -1 for direct.
     """
 
     unit_shift: int
@@ -73,7 +74,7 @@ class Segments(NamedTuple):
 
     Attributes:
         shape: the cut.
-        near: distances below it take the exact table where signs differ, ulps.
+        near: smaller distances use the exact table if signs differ, ulps.
         offset: A by cell, int16 (64,).
         slope: B by cell, int16 (64,).
         exact: ``u G-(d)`` by distance, int16 (64,).
@@ -94,9 +95,9 @@ def supported(fraction_bits: int) -> bool:
 
 
 def fit_line(remaining: _I64, wanted: _I64, unit: int) -> tuple[int, int] | None:
-    """Return a line ``A, B`` that meets the wanted corrections, or None.
+    """Return a line ``A, B`` that gives the wanted corrections, or None.
 
-    ``A + (B remaining + 2^14 >> 15)`` lies in ``wanted .. wanted + unit - 1`` throughout.
+    ``A + (B remaining + 2^14 >> 15)`` is in ``wanted .. wanted + unit - 1`` everywhere.
     """
     if np.all(wanted == wanted[0]):
         return int(wanted[0]), 0
@@ -116,7 +117,7 @@ def fit_line(remaining: _I64, wanted: _I64, unit: int) -> tuple[int, int] | None
 
 
 class _Curve(NamedTuple):
-    """One sign's distances: remaining (scale R), window, wanted correction.
+    """The distances for one parity: remaining (scale R), window, wanted correction.
 
     ``first`` is the first distance on a line.
     """
@@ -143,9 +144,8 @@ def _curve(fraction_bits: int, shape: Cells, parity: int) -> _Curve:
 
 
 def _pieces(curve: _Curve, unit: int, merge: bool) -> list[tuple[int, int, int, int]]:
-    """Return ``(first window, last window, A, B)`` per piece, by ascending distance.
-
-    Windows descend.
+    """Return ``(first window, last window, A, B)`` per piece, by ascending distance; windows
+    descend.
     """
     edges = np.concatenate([[0], np.flatnonzero(np.diff(curve.window)) + 1, [len(curve.window)]])
     edges = edges[edges >= curve.first]
@@ -169,7 +169,7 @@ def _pieces(curve: _Curve, unit: int, merge: bool) -> list[tuple[int, int, int, 
 
 @lru_cache(maxsize=8)
 def segments(fraction_bits: int) -> Segments:
-    """Return the pieces for ``fraction_bits``, compared with every entry of the tables.
+    """Return the pieces for ``fraction_bits``, checked against every entry of the tables.
 
     Raises:
         KeyError: not :func:`supported`.
@@ -179,7 +179,7 @@ def segments(fraction_bits: int) -> Segments:
     offset, slope = np.zeros(CELLS, np.int16), np.zeros(CELLS, np.int16)
     cell_of = np.zeros((2, CELLS), np.uint8)
     curves = [_curve(fraction_bits, shape, parity) for parity in (0, 1)]
-    used = 1  # cell 0 of a mapped shape is empty: near distances of unlike signs go there
+    used = 1  # cell 0 of a mapped shape is empty, for small distances and different signs
     for parity, curve in enumerate(curves):
         for high, low, a, b in _pieces(curve, 1 << shape.unit_shift, mapped):
             cell = used if mapped else 2 * high + parity
@@ -201,9 +201,9 @@ def segments(fraction_bits: int) -> Segments:
 
 
 def evaluate(pieces: Segments, distance: _I64, parity: int) -> _I64:
-    """Return what the vector kernel computes at each distance in ulps, int64.
+    """Return the result of the vector kernel for each distance in ulps, int64.
 
-    That is ``u G+`` (parity 0) or ``u G-`` (parity 1).
+    It is ``u G+`` (parity 0) or ``u G-`` (parity 1).
     """
     shape = pieces.shape
     remaining = np.maximum(shape.reach - ((distance << shape.unit_shift) + parity), 0) * shape.scale

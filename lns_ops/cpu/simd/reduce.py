@@ -1,17 +1,16 @@
-"""Elementwise sums and reductions on 16-bit vector lanes, operands in plain arrays.
+"""Elementwise sums and reductions on 16-bit vector lanes, with operands in plain arrays.
 
-The addition is that of :mod:`lns_ops.cpu.simd.avx512`.
+The addition comes from :mod:`lns_ops.cpu.simd.avx512`. Words are as in matrix products
+(:mod:`lns_ops.cpu.simd.gemm`), for products by one. :func:`plan` decides whether the operands'
+logarithms fit 16 bits. If they do not, or on processors without vectors, the gathers of
+:mod:`lns_ops.cpu.kernels.elementwise` and :mod:`lns_ops.cpu.kernels.gather_gemm` are used, with the
+same results.
 
-The words are those of the matrix product (:mod:`lns_ops.cpu.simd.gemm`), with products by one:
-:func:`plan` says whether the operands' logarithms fit 16 bits; where they do not, or on processors
-without vectors, the gathers of :mod:`lns_ops.cpu.kernels.elementwise` and
-:mod:`lns_ops.cpu.kernels.gather_gemm` take over, with the same results.
-
-Work goes by chunks of 256 elements: codes become words in a few kilobytes of scratch, eight vectors
-are added at once, and what comes out becomes codes again (or the words of
-:mod:`lns_ops.cpu.kernels.gather_gemm`, for sums whose block totals it adds up). Sums along a row
-run 256 rows or blocks side by side: 32 x 32 codes at a time are transposed in registers, five
-stages of two-operand permutations.
+Chunks of 256 elements are processed at a time: codes become words in a few kilobytes of scratch
+memory, eight vectors are added at once, and the results become codes again (or words of
+:mod:`lns_ops.cpu.kernels.gather_gemm`, which adds the block totals of sums). Sums along a row
+process 256 rows or blocks side by side: 32 x 32 codes at a time are transposed in registers, in
+five stages of two-operand permutations.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _I32 = NDArray[np.int32]
 
 LANES = 32
 WORTH = 1 << 13
-"""The number of elements from which on a pass over the operands' range pays."""
+"""Number of elements above which a pass over the operands' range is worthwhile."""
 
 
 @helper
@@ -122,7 +121,7 @@ def _transpose(
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose 32 x 32 words: blocks of 16, 8, ... 1 change places across the diagonal."""
+    """Transpose 32 x 32 words: blocks of 16, 8, ... 1 are swapped across the diagonal."""
     size = LANES // 2
     while size:
         low = [j if not j & size else LANES + j - size for j in range(LANES)]
@@ -140,7 +139,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 def _block(x: Any, origins: Any, terms: Any, lengths: Any, longest: Any, furthest: Any) -> None:
     """Store the codes of 256 blocks of at most 64 terms, term by term: ``terms[256 k + i]``.
 
-    A shorter block is filled up with zeros.
+    A shorter block is padded with zeros.
     """
     for k in range(0, longest, LANES):
         for first in range(0, PANEL, LANES):
@@ -156,7 +155,7 @@ def _block(x: Any, origins: Any, terms: Any, lengths: Any, longest: Any, furthes
 
 
 class _Kernels(NamedTuple):
-    """The kernels around one way to add."""
+    """The kernels for one kind of addition."""
 
     add: Kernel
     sum_rows: Kernel
@@ -201,7 +200,7 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
         x: _I16, out: _I32, K: int, constants: _I16, extra: int, mapped: bool | None, zone: int,
         top: int, shift: int, bias: int, mask: int, block: int, start: int, stop: int,
     ) -> int:  # fmt: skip
-        """Sum as :func:`lns_ops.cpu.kernels.gather_gemm.sum_rows`.
+        """Sum as :func:`lns_ops.cpu.kernels.gather_gemm.sum_rows` does.
 
         A unit is 256 (row, block) pairs.
         """
@@ -223,7 +222,7 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
                 origins[i], lengths[i] = row * K + k0, min(block, K - k0)
                 longest, furthest = max(longest, lengths[i]), max(furthest, origins[i])
                 row += 1
-                # the next block of the first row; at the very end the last one again
+                # the next block of the first row; at the very end the last block again
                 if row == rows:
                     row, k0 = 0, min(k0 + block, (K - 1) // block * block)
             _block(x, origins, terms, lengths, longest, furthest)
@@ -239,7 +238,7 @@ def _kernels(addition: Callable[..., Any], suffix: str) -> _Kernels:
         x: _I16, out: _I32, K: int, inner: int, constants: _I16, extra: int, mapped: bool | None,
         zone: int, top: int, shift: int, bias: int, mask: int, block: int, start: int, stop: int,
     ) -> int:  # fmt: skip
-        """Sum as :func:`lns_ops.cpu.kernels.gather_gemm.sum_columns`.
+        """Sum as :func:`lns_ops.cpu.kernels.gather_gemm.sum_columns` does.
 
         A unit is 256 columns of one outer index.
         """
@@ -281,7 +280,7 @@ AVX512, AVX2 = _kernels(avx512.add, ""), _kernels(avx2.add, "_avx2")
 def plan(
     spans: list[tuple[int, int]], K: int, fmt: LNSFormat, kernel: str
 ) -> tuple[_Kernels, gemm.WordLayout] | None:
-    """Return kernels and words for sums of K operands; None where gathers must do.
+    """Return kernels and words for sums of K operands, or None if only gathers are possible.
 
     Args:
         spans: smallest and largest field of each operand's nonzero codes.
@@ -293,7 +292,7 @@ def plan(
     ):
         return None
     span = min(low for low, _ in spans), max(high for _, high in spans)
-    if span[0] > span[1]:  # nothing but zeros
+    if span[0] > span[1]:  # all codes are zero
         return None
     made = gemm.plan(span, (fmt.bias, fmt.bias), K, fmt, narrow)
     return None if made is None else (AVX2 if narrow else AVX512, made)

@@ -1,1 +1,1 @@
-"""Formats whose values share a scale in blocks along the last dimension."""
+"""Formats in which blocks along the last dimension share a scale."""

@@ -3,17 +3,18 @@
 Elements are 8-, 6- and 4-bit floats (``mxfp8``, ``mxfp6``, ``mxfp4``) or 8-bit integers of step
 2^-6 (``mxint8``).
 
-Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification v1.0", 2023. Blocks lie
-along the last dimension, which is padded with zeros to a multiple of 32; the scale is the smallest
-with which nothing saturates (NVIDIA's recipe, torchao's ``RCEIL``). With the specification's own
-choice (torchao's ``FLOOR``) a block's largest value may saturate by up to 1/8, at every update of a
-weight: networks train badly. So the lowest code of ``mxint8``, -2, does not occur, which the
-specification permits, and ``mxint8`` has the values of ``bfp(8,32)``.
+Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification v1.0", 2023.
 
-Codes are torchao's. Values are too, except in two places where torchao computes the scale less
-exactly: where a block's largest magnitude is within some units of float32's last place above the
-largest of a scale, and below 2^-118, where torchao gives zeros. A NaN makes its whole block NaN in
-codes (scale 255), as the specification says; :meth:`Microscaling.quantize` keeps the others.
+Blocks run along the last dimension, which is padded with zeros to a multiple of 32. The scale is
+the smallest power of two that avoids saturation (NVIDIA's recipe, torchao's ``RCEIL``). With the
+specification's own choice (torchao's ``FLOOR``) a block's largest value may lose up to 1/8 by
+saturation, at every update of a weight, and networks train badly. As a result ``mxint8`` does not
+use its lowest code, -2, which the specification permits, and has the values of ``bfp(8,32)``.
+
+Codes are torchao's. Values are also torchao's, except in two cases in which torchao computes the
+scale less exactly: if a block's largest magnitude is a few float32 ulps above the largest of a
+scale, and below 2^-118, where torchao returns zeros. In codes a NaN makes its whole block NaN
+(scale 255), as the specification says; :meth:`Microscaling.quantize` keeps the other values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ELEMENTS: dict[str, NumberFormat] = {
     "mxfp4_e2m1": SizedFloat.of(2, 1, FINITE),
     "mxint8": FixedPoint(8, 6),
 }
-"""The MX formats and the format of their elements."""
+"""The MX formats, with the format of their elements."""
 ALIASES = {"mxfp8": "mxfp8_e4m3", "mxfp6": "mxfp6_e3m2", "mxfp4": "mxfp4_e2m1"}
 """The names without the element format."""
 
@@ -51,7 +52,7 @@ class Microscaling(Scaled):
     >>> Microscaling.of("mxint8").quantize(torch.tensor([1.0, 0.3, -0.01]))
     tensor([ 1.0000,  0.2969, -0.0156])
 
-    :meth:`of` makes one from its name.
+    Create one from its name with :meth:`of`.
 
     Attributes:
         label: one of :data:`ELEMENTS`.
@@ -61,7 +62,7 @@ class Microscaling(Scaled):
 
     @classmethod
     def of(cls, label: str) -> Microscaling:
-        """Return the format of this name, one of :data:`ELEMENTS`."""
+        """Return the format with this name, one of :data:`ELEMENTS`."""
         return cls(ELEMENTS[label], BLOCK, BLOCK_SIZE, label)
 
     @property
@@ -71,7 +72,7 @@ class Microscaling(Scaled):
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds the codes of two values, the first in its low bits."""
+        """Whether a byte holds two codes, the first in its low bits."""
         return self.base.bits == 4
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:

@@ -1,30 +1,31 @@
-"""NVFP4: blocks of 16 four-bit floats with a scale in 8-bit floating point, and a scale a tensor.
+"""NVFP4: 4-bit floats, an 8-bit float scale for each block of 16, and one scale a tensor.
 
-A value is ``element x block scale x tensor scale``: an e2m1 number (0, 0.5, 1, 1.5, 2, 3, 4, 6 and
-their negatives), an e4m3 number for 16 values along the last dimension, and a float32 number for
-the whole tensor. With ``t`` the largest magnitude of the tensor and ``b`` that of a block::
+A value is ``element x block scale x tensor scale``. The element is an e2m1 number (0, 0.5, 1, 1.5,
+2, 3, 4, 6 and their negatives), the block scale is an e4m3 number for 16 values along the last
+dimension, and the tensor scale is a float32 number. With ``t`` the largest magnitude of the tensor
+and ``b`` the largest of a block::
 
     tensor scale  s = t / (6 x 448)
     block scale   d = e4m3(b / (6 s))
     element       q = e2m1(x / (d s))
 
-Rounding is to nearest, ties to even; what lies beyond 6 becomes 6. The largest magnitude of a
-block always becomes 6 block scales.
+Rounding is to nearest, ties to even; elements beyond 6 become 6. The largest magnitude of a block
+always becomes 6 block scales.
 
 Source: NVIDIA, "Pretraining Large Language Models with NVFP4", 2025 (arXiv:2509.25149), appendix on
-quantization. Three things differ, so that rounding a rounded tensor changes nothing:
+quantization. There are three differences, which make rounding idempotent:
 
 - The tensor scale is rounded to 18 significant bits. So the product of the three factors is exact
-  in float32, and does not depend on the order of multiplication. It is at least 2^-100.
-- A block scale is at least 2^-6, the smallest normal e4m3 number, as in torchao. Below it NVIDIA's
-  kernels take subnormal scales, whose fewer bits would let a block's largest value fall to 3 or 4.
-  It concerns blocks whose largest magnitude is less than 2^-14.8 of the tensor's.
+  in float32, in any order. The tensor scale is at least 2^-100.
+- A block scale is at least 2^-6, the smallest normal e4m3 number, as in torchao. NVIDIA's kernels
+  also use subnormal scales. These have fewer bits, so a block's largest value could become 3 or 4.
+  The difference affects blocks whose largest magnitude is below 2^-14.8 of the tensor's.
 - Stochastic rounding leaves the largest magnitude of a block at 6 block scales, because it defines
   the scale. All other values within 6 block scales are rounded without bias.
 
-Limits: weights have blocks of 1 x 16 values, where the published recipe takes 16 x 16; there is no
+Limits: weights have blocks of 1 x 16 values instead of the published recipe's 16 x 16; there is no
 random Hadamard transform; and an operand is rounded once, along its last dimension, for the forward
-and the backward products, where a device would round it along each product's inner dimension.
+and the backward products, while a device would round it along each product's inner dimension.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ if TYPE_CHECKING:
 ELEMENT = SizedFloat.of(2, 1, FINITE)
 """The format of an element, e2m1."""
 BLOCK_LENGTH = 16
-"""Values of a block."""
+"""Number of values of a block."""
 SMALLEST_BLOCK_SCALE = 2.0**float8_e4m3fn.min_exponent
 """Smallest block scale: the smallest normal e4m3 number."""
 SMALLEST_TENSOR_SCALE = 2.0**-100
-"""Smallest tensor scale. Products with the other two factors stay normal in float32."""
+"""Smallest tensor scale; with it, products with the other two factors are normal in float32."""
 _DROPPED = 6
-"""Bits of float32's mantissa that the tensor scale leaves to the other two factors."""
+"""Number of mantissa bits of float32 that the tensor scale leaves to the other two factors."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class NVFP4(NumberFormat):
 
     @property
     def bits(self) -> float:
-        """The bits of an element and of its share of the block scale: 4.5."""
+        """The width of an element plus its share of the block scale: 4.5."""
         return ELEMENT.bits + SCALE_BITS / BLOCK_LENGTH
 
     @property
@@ -82,10 +83,10 @@ class NVFP4(NumberFormat):
     def error(self) -> ErrorModel:
         """The element's error model in units of the largest magnitude.
 
-        It holds for the tensor's largest magnitude, and for the largest of a block whose scale is
+        It applies to the tensor's largest magnitude, and to a block's largest if the block scale is
         above the smallest.
         """
-        unit = (1 + 2.0**-4) / ELEMENT.largest  # largest block scale for a block's largest of 1
+        unit = (1 + 2.0**-4) / ELEMENT.largest  # largest scale of a block whose largest is 1
         return ErrorModel(
             relative=ELEMENT.error.relative,
             absolute=ELEMENT.error.absolute * unit,
@@ -119,7 +120,7 @@ class NVFP4(NumberFormat):
         return self._product(values, encoded.scale.float(), encoded.tensor_scale)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid, without the detour over codes; a NaN stays one."""
+        """Return ``x`` rounded to the format, without computing codes; NaNs stay NaN."""
         return self._product(*self._factors(as_float32(x), random))
 
     def _product(self, elements: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ class NVFP4(NumberFormat):
         return elements, block_scale, tensor_scale
 
     def _tensor_scale(self, largest: Tensor) -> Tensor:
-        """Return the tensor scale of the largest magnitudes of all blocks."""
+        """Return the tensor scale for the largest magnitudes of all blocks."""
         import torch
 
         from lns_ops.formats.bit_views import bit_view
@@ -153,7 +154,7 @@ class NVFP4(NumberFormat):
         if largest.numel() == 0:
             return largest.new_ones(())
         of_tensor = largest.amax()
-        # A GPU multiplies by the reciprocal of a constant, so the divisor is a tensor.
+        # The divisor is a tensor: GPUs replace division by a constant by multiplication.
         ratio = of_tensor / torch.full_like(of_tensor, ELEMENT.largest * float8_e4m3fn.largest)
         word = bit_view(ratio, torch.int32) + (1 << _DROPPED - 1) & -(1 << _DROPPED)
         rounded = bit_view(word, torch.float32).clamp(min=SMALLEST_TENSOR_SCALE)

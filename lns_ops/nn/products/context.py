@@ -1,10 +1,11 @@
-"""The context in which the products of a forward pass are LNS, of float32 tensors.
+"""The context in which a forward pass computes products of float32 tensors in LNS.
 
-Within it are LNS: linear functions and convolutions, whatever their weight is, and functions that
-are composed of these; and where the context follows weights (:mod:`lns_ops.nn.products.weights`)
-all other products of which an operand is a weight: ``@``, ``torch.einsum``, ``torch.bmm`` ...
+Inside the context, linear functions and convolutions are LNS with any weight, and so are functions
+composed of these. If the context also tracks weights (:mod:`lns_ops.nn.products.weights`),
+all other products with a weight are LNS, too: ``@``, ``torch.einsum``, ``torch.bmm`` ...
 
-The innermost context counts. A layer that is left out steps out of those around it.
+If contexts are nested, the innermost one counts. A layer that is left out leaves all of them for
+its forward pass.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _COMPOSED = (
     torch.rnn_tanh_cell, torch.rnn_relu_cell, F.multi_head_attention_forward, F.bilinear,
     *((F.linear_cross_entropy,) if hasattr(F, "linear_cross_entropy") else ()),  # torch 2.13
 )  # fmt: skip
-"""Functions that are composed of linear ones, as for LNSTensors (:mod:`lns_ops.tensor.ops`)."""
+"""Functions composed of linear functions, as for LNSTensors (:mod:`lns_ops.tensor.ops`)."""
 _PLACES = {function: place for place, function in enumerate(_COMPOSED)}
-"""Where each is: graphs hold numbers, not functions."""
+"""The index of each function: graphs hold numbers, not functions."""
 _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     F.linear: lambda *args, **kwargs: linear(*args, **kwargs),
     **dict.fromkeys(
@@ -47,9 +48,9 @@ _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     ),
     torch.conv_tbc: lambda *args, **kwargs: over_time(*args, **kwargs),
 }
-"""The torch functions that are LNS whatever their weight is.
+"""The torch functions that are LNS with any weight.
 
-They are called by their names, to which ``fx.wrap`` gives others while it traces.
+They are called by name, because ``fx.wrap`` replaces the names while it traces.
 """
 _FORMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "mm": (matrices.matmul, (2, 2)),
@@ -61,11 +62,11 @@ _FORMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "baddbmm": (matrices.added, (3, 3)),
     "addbmm": (matrices.added_batch, (3, 3)),
 }
-"""Products by their names, with the dimensions of their two factors."""
+"""Products by name, with the numbers of dimensions of both factors."""
 
 
 def _in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of :data:`_SUMS` that writes to its first argument."""
+    """Return a form of a function in :data:`_SUMS` that writes to its first argument."""
 
     def write(fmt: LNSFormat, input: Tensor, *args: Any, **factors: Any) -> Tensor:
         return input.copy_(form(fmt, input, *args, **factors))
@@ -74,7 +75,7 @@ def _in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _SUMS = (matrices.added, matrices.added_batch)
-"""Products that are added to a tensor, the first argument."""
+"""Products that are added to their first argument."""
 _ANY_DIMENSIONS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys(
         (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul), matrices.matmul
@@ -93,20 +94,20 @@ _OF_WEIGHTS: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     },
     **{function: (form, ()) for function, form in _ANY_DIMENSIONS.items()},
 }
-"""The torch functions that are LNS where a factor is a weight."""
+"""The torch functions that are LNS if a factor is a weight."""
 _OTHERS = {"transformers::grouped_mm_fallback": matrices.grouped}
-"""Operators of other libraries that are products (transformers 5.23: in compiled code)."""
+"""Products that are operators of other libraries (transformers 5.23: in compiled code)."""
 _IN_PLACE = {getattr(Tensor, f"{name}_") for name, (form, _) in _FORMS.items() if form in _SUMS}
 _OPTIONS = {"alpha", "beta", "offs"}
 _NAMES = (
     "input", "self", "a", "mat_a", "mat", "mat1", "batch1", "b", "mat_b", "mat2", "batch2", "vec",
     "other", "tensor", "tensor2", "dims",
 )  # fmt: skip
-"""The names of their arguments, in the order in which they come without names."""
+"""The names of their positional arguments, in order."""
 
 
 def look_for_others() -> None:
-    """Take in the operators of :data:`_OTHERS` that are there: their library is loaded."""
+    """Add the operators of :data:`_OTHERS` whose library is loaded."""
     for name, form in _OTHERS.items():
         library, _, operator = name.partition("::")
         if (found := getattr(getattr(torch.ops, library), operator, None)) is not None:
@@ -117,9 +118,9 @@ class Products(TorchFunctionMode):
     """The context in which products of float32 tensors are LNS.
 
     Attributes:
-        used: whether there was one.
-        graded: whether gradients are recorded where it begins.
-        left: how many layers that are left out are being run.
+        used: whether a product was computed in LNS.
+        graded: whether gradients were recorded when the context was entered.
+        left: number of nested left-out layers that are running.
     """
 
     def __init__(self, fmt: LNSFormat, module: nn.Module | None = None) -> None:
@@ -184,16 +185,16 @@ def _refuse_if_run_anew() -> None:
     if not torch.compiler.is_compiling() and _compat.is_run_anew():
         raise RuntimeError(
             "torch.utils.checkpoint runs a function of a module whose products are LNS (scope"
-            " matmul): with use_reentrant=True its backward pass would compute them anew outside of"
-            " the module, in float32, and so other gradients; give checkpoint a module in place of"
-            " the function, or leave the module out of the conversion (filter_fn)"
+            " matmul): with use_reentrant=True its backward pass would recompute them outside"
+            " the module, in float32, and give other gradients; pass a module to checkpoint instead"
+            " of the function, or leave the module out of the conversion (filter_fn)"
         )
 
 
 def _has_real_weight(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a weight is of real numbers and not LNS already, in scope everywhere.
+    """Return whether a weight is real and not LNS (as it is in scope ``everywhere``).
 
-    What torch.fx traces is.
+    Tensors that torch.fx traces count as such.
     """
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     return is_real(weight) or isinstance(weight, fx.Proxy)
@@ -202,7 +203,7 @@ def _has_real_weight(args: Any, kwargs: dict[str, Any]) -> bool:
 def _composed(bits: int, fraction_bits: int, which: int, /, *args: Any, **kwargs: Any) -> Any:
     """Return a function of :data:`_COMPOSED` with its products in LNS.
 
-    A compiled graph calls it as a whole, as it calls those functions, and so within the context.
+    A compiled graph calls it as one operator, as it calls the original, so the context applies.
     """
     return _in_context(LNSFormat(bits, fraction_bits), which, args, kwargs)
 
@@ -213,9 +214,10 @@ def _in_context(fmt: LNSFormat, which: int, args: Any, kwargs: Any) -> Any:
 
 
 def _keep_whole() -> None:
-    """Have the tracer leave the context alone, of which its graphs would have the inside alone.
+    """Make torch.compile skip :func:`_in_context`; its graphs would lack the context itself.
 
-    It meets it where it runs a layer as it is and looks at what the layer calls, as of nn.LSTM.
+    The compiler reaches it if it runs a layer uncompiled and traces what the layer calls, as for
+    nn.LSTM.
     """
     global _in_context
     _in_context = torch.compiler.disable(_in_context)
@@ -224,4 +226,4 @@ def _keep_whole() -> None:
 allow_in_graph(_composed)
 once_imported(_keep_whole)
 for _name in ("linear", "convolution", "transposed_convolution", "over_time", "_composed"):
-    fx.wrap(_name)  # torch.fx.symbolic_trace records calls of them as such
+    fx.wrap(_name)  # so that torch.fx.symbolic_trace records calls of these functions

@@ -1,4 +1,4 @@
-"""Convolutions in LNS between float32 tensors, transposed ones too, with their gradients."""
+"""Convolutions and transposed convolutions in LNS on float32 tensors, with their gradients."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lns_ops.tensor.ops import convolution as transposed
 def gradients_of(
     result: str, a: Tensor, b: Tensor, grad: Tensor
 ) -> tuple[tuple[str, Tensor, Tensor], tuple[str, Tensor, Tensor]]:
-    """Return what the gradients of both operands of a convolution are, and their operands.
+    """Return, for the gradient of each operand of a convolution, its kind and its operands.
 
     Args:
-        result: what was computed of ``a`` and ``b``: ``y`` of x and w, ``x`` of y and w, or ``w``
-            of y and x.
+        result: the kind of the result, computed from ``a`` and ``b``: ``y`` from x and w, ``x``
+            from y and w, or ``w`` from y and x.
         a: first operand.
         b: second operand.
-        grad: gradient of the result; it takes the place of the result among the operands.
+        grad: gradient of the result, used in place of the result.
     """
     return {
         "y": (("x", grad, b), ("w", grad, a)),
@@ -41,11 +41,11 @@ def gradients_of(
 class _ConvolutionMatmul(torch.autograd.Function):
     """A convolution ``y = x * w``, or one of its gradients, in LNS; float32 in and out.
 
-    ``result`` says which of the three is computed from the other two (and what they are): ``y``
-    from x and w, ``x`` from y and w (a transposed convolution), ``w`` from y and x. The gradient of
-    each is made of the other two. ``size`` is the spatial size of the result; None for that of y.
-    A ``y`` that is a gradient may be cut to it: where a transposed convolution's output_padding is
-    as long as its stride, one more window fits.
+    ``result`` is the one of the three that is computed from the other two: ``y`` from x and w,
+    ``x`` from y and w (a transposed convolution), ``w`` from y and x. Its gradients are computed by
+    the other two. ``size`` is the spatial size of the result; None for ``y``. If ``y`` is a
+    gradient, it may be cropped to ``size``: if a transposed convolution's output_padding is as long
+    as its stride, one more window fits.
     """
 
     generate_vmap_rule = True
@@ -114,7 +114,7 @@ def _options(
 
 
 def _padded(x: Tensor, weight: Tensor, padding: str, dilation: Any) -> Tensor:
-    """Return the input with the zeros that ``padding="same"`` asks for around it."""
+    """Return the input padded with zeros for ``padding="same"``."""
     if padding == "valid":
         return x
     dims = weight.dim() - 2

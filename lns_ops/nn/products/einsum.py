@@ -1,9 +1,9 @@
-"""``torch.einsum`` in LNS: pairs of operands, from left to right, each one product of a batch.
+"""``torch.einsum`` in LNS: operands are multiplied in pairs, from left to right.
 
-Of a pair the letters are: *batch*, in both operands and needed later; *summed*, in both and not
-needed later; *free*, in one of them. What only one operand has and nobody needs is summed first, in
-float32, as torch does. A pair without a summed letter has no sum and stays float32, as ``*`` does,
-and so does a pair of activations.
+Each pair is one batched product. Its letters are *batch* (in both operands and needed later),
+*summed* (in both and not needed later) or *free* (in one of them). Letters that only one operand
+has and that are not needed later are summed first, in float32, as torch does. A pair without a
+summed letter stays float32, as ``*`` does, and so does a pair of activations.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import in_float32
 
 _FOR_ELLIPSIS = 0x1D400
-"""The first of the letters that stand for the dimensions of an ellipsis: none that users take."""
+"""The first letter used for the dimensions of an ellipsis; users do not use these letters."""
 
 
 def _written(equation: Any, operands: tuple[Any, ...]) -> tuple[str, list[Tensor]]:
-    """Return the equation as a text, and the operands, of either form that torch takes."""
+    """Return the equation as text, and the operands, from either form that torch accepts."""
     if isinstance(equation, str):
         listed = len(operands) == 1 and isinstance(operands[0], list | tuple)
         return equation.replace(" ", ""), list(operands[0] if listed else operands)
@@ -43,7 +43,7 @@ def _as_text(sublist: Any) -> str:
 
 
 def _terms(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
-    """Return the letters of each operand's dimensions and those of the result."""
+    """Return the letters of each operand's dimensions and of the result's."""
     left, arrow, result = equation.partition("->")
     written = left.split(",")
     hidden = [
@@ -62,7 +62,7 @@ def _terms(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
 
 
 def _alone(x: Tensor, term: str, needed: str) -> tuple[Tensor, str]:
-    """Return an operand without the letters that it has twice, or that nobody needs."""
+    """Return an operand without letters that it has twice or that are not needed later."""
     for letter in dict.fromkeys(term):
         while term.count(letter) > 1:
             first = term.index(letter)
@@ -99,7 +99,7 @@ def _pair(
 def _laid_out(
     x: Tensor, letters: str, groups: tuple[str, str, str], sizes: dict[str, int]
 ) -> Tensor:
-    """Return an operand with its dimensions in three groups; those of size 1 are broadcast."""
+    """Return an operand with its dimensions in three groups; dimensions of size 1 are broadcast."""
     order = "".join(groups)
     x = x.permute([letters.index(c) for c in order]).expand([sizes[c] for c in order])
     shape = []
@@ -114,7 +114,7 @@ def _laid_out(
 def einsum(fmt: LNSFormat, weights: Weights, equation: Any, *operands: Any) -> Tensor | None:
     """Return ``torch.einsum`` with the products of weights in LNS.
 
-    None where torch computes as well: no weight, no sum, or an equation that does not fit.
+    Returns None if nothing is computed in LNS: no weight, no sum, or an invalid equation.
     """
     text, tensors = _written(equation, operands)
     if len(tensors) < 2 or not weights.multiply(*tensors):
@@ -141,7 +141,7 @@ def einsum(fmt: LNSFormat, weights: Weights, equation: Any, *operands: Any) -> T
 
 
 def _in_float32(a: Tensor, of_a: str, b: Tensor, of_b: str, needed: str) -> tuple[Tensor, str]:
-    """Return the product of two operands and its letters, by torch, which takes them by number."""
+    """Return the float32 product of two operands and its letters; torch gets letters as numbers."""
     kept = "".join(c for c in dict.fromkeys(of_a + of_b) if c in needed)
     number = {c: i for i, c in enumerate(dict.fromkeys(of_a + of_b))}
     of_first, of_second, of_result = ([number[c] for c in term] for term in (of_a, of_b, kept))

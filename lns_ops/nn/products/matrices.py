@@ -1,11 +1,11 @@
-"""Products of matrices in LNS between float32 tensors: linear layers, ``@`` and its relatives.
+"""Matrix products in LNS on float32 tensors: linear layers, ``@`` and related functions.
 
-Operands are encoded, the product's codes decoded, so results are rounded to the format whatever the
-accumulation; what is added to a product (a bias) is added in float32. All come down to two
-products, of matrices and of batches of matrices, so ``x @ w.t()``, ``F.linear(x, w)`` and
-``torch.addmm(b, x, w.t())`` have the same bits, and the same gradients.
+Operands are encoded and the product's codes are decoded, so results are rounded to the format with
+either accumulation. A bias is added in float32. All functions use the same two products, of
+matrices and of batches. So ``x @ w.t()``, ``F.linear(x, w)`` and ``torch.addmm(b, x, w.t())`` have
+the same bits, and the same gradients.
 
-Shape suffixes: B batch, M and N rows and columns of the result, K terms of a sum; of a layer B
+Shape suffixes: B batch, M and N rows and columns of the result, K terms of a sum; for a layer B
 examples, I inputs, O outputs.
 """
 
@@ -29,7 +29,7 @@ from lns_ops.tensor.limits import underflow
 
 
 def product_form(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """Return how to call a product, which has no forward mode."""
+    """Return the function that calls a product and rejects forward-mode differentiation."""
     call = in_two_forms(function)
 
     def product(*inputs: Any) -> Tensor:
@@ -46,7 +46,7 @@ def product_form(function: type[torch.autograd.Function]) -> Callable[..., Tenso
 class _LinearMatmul(torch.autograd.Function):
     """The product ``y = x w^T`` and both its backward products in LNS; float32 in and out.
 
-    All three take the same accumulation.
+    All three use the same accumulation.
     """
 
     generate_vmap_rule = True  # for torch.func.vmap and torch.func.grad around a network
@@ -80,9 +80,9 @@ _product = product_form(_LinearMatmul)
 def _gradients(
     grad: Tensor, x: Tensor, w: Tensor, wanted: Sequence[bool], fmt: LNSFormat, accumulation: str
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``x`` and ``w`` of products ``x w^T``, as two products.
+    """Return the gradients of ``x`` and ``w`` of ``x w^T``, as two products.
 
-    The incoming gradient is encoded once for both. The graph records nothing.
+    The incoming gradient is encoded once for both. Nothing is recorded in the graph.
     """
     entered = step_out()
     try:
@@ -101,15 +101,15 @@ def _gradients(
 
 
 def float_input(x: Tensor) -> Tensor:
-    """Return a layer's input, decoded if it comes of a layer that is LNS everywhere.
+    """Return a layer's input, decoded if it is an LNSTensor.
 
     Raises:
-        ValueError: it holds integers or booleans, of whose dtype the result would be, too.
+        ValueError: the dtype is integer or boolean, and the result would have this dtype, too.
     """
-    if not x.dtype.is_floating_point and not x.dtype.is_complex:  # encoding refuses the latter
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:  # encoding rejects complex values
         raise ValueError(
-            f"an input of dtype {x.dtype} in a layer of scope matmul: it must be of a floating"
-            " dtype, as for torch's own layer; give it x.float()"
+            f"an input of dtype {x.dtype} in a layer of scope matmul: it must have a floating"
+            " dtype, as for torch's own layer; pass x.float()"
         )
     return in_float32(x)
 
@@ -128,7 +128,7 @@ def linear(fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = 
 
 
 class _BatchedMatmul(torch.autograd.Function):
-    """The products ``z = x y`` of a batch and both their backward ones in LNS."""
+    """The batched product ``z = x y`` and both backward products in LNS."""
 
     generate_vmap_rule = True
 
@@ -157,9 +157,9 @@ _batched = product_form(_BatchedMatmul)
 
 
 def matmul(fmt: LNSFormat, input: Tensor, other: Tensor) -> Tensor:
-    """Return ``torch.matmul(input, other)`` in LNS, of tensors with one dimension or more.
+    """Return ``torch.matmul(input, other)`` in LNS, for tensors with at least one dimension.
 
-    A matrix that meets a batch is one product with all rows of the batch, as in a linear layer.
+    A batch times a single matrix is one product with all rows of the batch, as in a linear layer.
     """
     x = input[None] if input.dim() == 1 else input
     y = other[:, None] if other.dim() == 1 else other
@@ -197,8 +197,8 @@ def added(
 
 
 def added_batch(fmt: LNSFormat, input: Tensor, x: Tensor, y: Tensor, **factors: Any) -> Tensor:
-    """Return ``torch.addbmm``, whose products of a batch are one sum: ``[B, M, K]``, ``[B, K, N]``
-    to ``[M, N]``."""
+    """Return ``torch.addbmm``, which sums over the batch: ``[B, M, K]``, ``[B, K, N]`` to
+    ``[M, N]``."""
     return added(fmt, input, x.transpose(0, 1).flatten(1), y.flatten(0, 1), **factors)
 
 
@@ -223,10 +223,10 @@ def inner(fmt: LNSFormat, input: Tensor, other: Tensor) -> Tensor:
 
 
 def grouped(fmt: LNSFormat, x: Tensor, y: Tensor, offs: Tensor | None = None) -> Tensor:
-    """Return the products of groups of rows, each by its own matrix (mixtures of experts).
+    """Return the products of groups of rows, each with its own matrix (mixtures of experts).
 
-    Shapes: ``x`` ``[N, K]``, ``y`` ``[G, K, M]``, ``offs`` ``[G]``: the end of each group's rows;
-    rows behind the last group are 0. Batches ``[G, N, K]`` need no ``offs``.
+    Shapes: ``x`` ``[N, K]``, ``y`` ``[G, K, M]``, ``offs`` ``[G]`` with the end of each group's
+    rows; rows after the last group are 0. Batches ``[G, N, K]`` need no ``offs``.
     """
     if offs is None:
         return _of_matrices(fmt, x, y)

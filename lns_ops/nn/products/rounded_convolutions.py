@@ -5,12 +5,12 @@ Windows of the padded input become the columns of a matrix product, whose sums a
 
 - forward: the channels, and for each the taps, row-major;
 - gradient of the input: the output channels, and for each the taps, from the last to the first. It
-  is a convolution of the gradient with zeros between its values for a stride; such a zero is a term
-  like any other, so it counts in a block of terms;
-- gradient of the weight: the images of the batch, and for each the positions, row-major: one sum of
-  the whole batch.
+  is a convolution of the gradient, with zeros inserted between its values for a stride. These zeros
+  are terms like any other and count in a block of terms;
+- gradient of the weight: the images of the batch, and for each the positions, row-major; one sum
+  over the whole batch.
 
-All columns of a batch are in memory at a time: as many numbers as the input has, times the taps.
+All columns of a batch are in memory at once: the size of the input times the number of taps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Size = tuple[int, ...]
 
 
 class _Geometry(NamedTuple):
-    """A convolution without its tensors.
+    """The geometry of a convolution.
 
     ``input`` and ``kernel`` are the spatial sizes of the padded input and of the kernel.
     """
@@ -46,9 +46,9 @@ class _Geometry(NamedTuple):
 
 
 def _columns(x: Tensor, geometry: _Geometry) -> tuple[Tensor, Size]:
-    """Return the windows of a padded ``[N, G C, *S]`` as ``[G, N P, C T]``, and their positions.
+    """Return the windows of a padded ``[N, G C, *S]`` as ``[G, N P, C T]``, and the shape of P.
 
-    T is the number of taps, and P that of positions.
+    T is the number of taps, and P is the number of positions.
     """
     _, kernel, stride, dilation, groups = geometry
     windows = sliding_windows(x, kernel, stride, dilation)
@@ -102,7 +102,7 @@ _RESULTS = {"y": _output, "x": _of_input, "w": _of_weight}
 class _Convolution(torch.autograd.Function):
     """A convolution of a padded input, or one of its gradients, with rounded sums.
 
-    ``result`` says which; see :func:`~lns_ops.nn.products.convolutions.gradients_of`.
+    ``result`` selects which; see :func:`~lns_ops.nn.products.convolutions.gradients_of`.
     """
 
     generate_vmap_rule = True
@@ -134,15 +134,15 @@ _convolved = in_two_forms(_Convolution)
 def convolution(
     x: Tensor, w: Tensor, stride: Size, dilation: Size, groups: int, sums: Accumulation
 ) -> Tensor:
-    """Return torch's convolution of a padded input, with sums rounded as ``sums`` says.
+    """Return torch's convolution of a padded input, with running sums rounded as in ``sums``.
 
-    Differentiable, also twice.
+    Differentiable twice.
 
     Args:
         x: float32 ``[N, I, *S]``.
         w: float32 ``[O, I / groups, *K]``.
         stride: a number for each dimension of ``S``.
-        dilation: the same.
+        dilation: a number for each dimension of ``S``.
         groups: number of groups of channels.
         sums: format and blocks of the running sums.
 

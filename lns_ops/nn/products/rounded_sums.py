@@ -4,7 +4,7 @@
 torch's operations, some ten for each of the ``K`` terms. Compiled kernels compute it with the same
 bits, on a CPU and, with CuPy, on a GPU.
 
-The backward products, and those of a gradient that is differentiated in its turn, are summed alike.
+Backward products and products of second derivatives are summed in the same way.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def reference(
         mantissa_bits: width of the sum's mantissa.
         min_exponent: exponent of the sum's smallest normal number.
         largest: largest magnitude of a sum.
-        saturates: whether a larger sum becomes ``largest``; else it is infinite.
+        saturates: whether a larger sum becomes ``largest`` instead of infinity.
         block: number of terms of a block.
-        promote: whether sums of blocks are added in float32; else in the format of sums.
-        tree: whether the terms of a block are added in pairs; else one after the other.
+        promote: whether block sums are added in float32 instead of the format of sums.
+        tree: whether the terms of a block are added in pairs instead of one after the other.
     """
     x, y = x_MK.double(), y_KN.double()
     to_format = (mantissa_bits, min_exponent, largest, saturates)
@@ -79,7 +79,7 @@ def reference(
 
 
 def _in_pairs(terms: list[Tensor], to_format: tuple[int, int, float, bool]) -> Tensor:
-    """Return the sum of terms by a tree of additions; an odd one out waits for the next level."""
+    """Return the sum of terms by a tree of additions; an odd term is carried to the next level."""
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=False)
         last = terms[-1:] if len(terms) % 2 else []
@@ -159,7 +159,7 @@ _product = in_two_forms(_Product)
 
 
 def product(x_MK: Tensor, y_KN: Tensor, sums: Accumulation) -> Tensor:
-    """Return ``x @ y``, float32, with sums that are rounded as ``sums`` says; differentiable.
+    """Return ``x @ y``, float32, with sums rounded as in ``sums``; differentiable.
 
     >>> x, y = torch.ones(1, 300), torch.ones(300, 1)
     >>> product(x, y, Accumulation(format="float(8,7)")).item()  # 257 has 9 bits
@@ -173,7 +173,7 @@ def product(x_MK: Tensor, y_KN: Tensor, sums: Accumulation) -> Tensor:
 class RoundedSumsLinear(nn.Linear):
     """An nn.Linear with rounded sums; the bias is added in float32.
 
-    It is made by :func:`lns_ops.nn.simulate.simulate_`, not constructed.
+    Created by :func:`lns_ops.nn.simulate.simulate_`; do not construct it directly.
     """
 
     def forward(self, input: Tensor) -> Tensor:

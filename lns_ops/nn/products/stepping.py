@@ -1,6 +1,6 @@
-"""Stepping out of the contexts of products: what is computed in between is none of theirs.
+"""Leave the contexts of LNS products for a while, so that products in between are float32.
 
-A layer that is left out steps out for its forward pass, an LNS product for its own operations.
+A layer that is left out does so for its forward pass, an LNS product for its own operations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lns_ops._compat import function_modes
 
 
 def step_out() -> list[Any]:
-    """Step out of the contexts around, and return those that were not left yet."""
+    """Leave all active contexts; return the contexts that this call has left."""
     entered = [mode for mode in function_modes() if getattr(mode, "left", None) == 0]
     for mode in entered:
         mode.left += 1
@@ -22,14 +22,14 @@ def step_out() -> list[Any]:
 
 
 def step_in(entered: list[Any]) -> None:
-    """Step into contexts that :func:`step_out` has left."""
+    """Enter the contexts again that :func:`step_out` has left."""
     for mode in entered:
         mode.left -= 1
 
 
 @dataclass(frozen=True)
 class StepOut:
-    """The forward hook of a layer that is left out, until the hook :class:`StepIn`."""
+    """The forward pre-hook of a left-out layer; the hook :class:`StepIn` undoes it."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for mode in function_modes():
@@ -39,7 +39,7 @@ class StepOut:
 
 @dataclass(frozen=True)
 class StepIn:
-    """The forward hook that ends :class:`StepOut`."""
+    """The forward hook that undoes :class:`StepOut`."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         for mode in function_modes():

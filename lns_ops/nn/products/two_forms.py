@@ -1,4 +1,4 @@
-"""Calls of a ``torch.autograd.Function`` that are quick, and work under ``torch.func``."""
+"""Calls of a ``torch.autograd.Function`` that are fast and also work under ``torch.func``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lns_ops._compat import is_transforming
 
 
 def in_two_forms(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """Return how to call a function that has the form for ``torch.func``.
+    """Return a function that calls an autograd function with a separate ``setup_context``.
 
-    Torch binds the arguments of that form by name in every call, which takes as long as a small
-    product, so elsewhere the call is of the same function in the form with a context.
+    ``torch.func`` needs that form, but for it torch binds the arguments by name in every call,
+    which takes as long as a small product. So outside ``torch.func`` the same function is called
+    in the form whose forward takes a context.
     """
 
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -24,7 +25,7 @@ def in_two_forms(function: type[torch.autograd.Function]) -> Callable[..., Tenso
         function.setup_context(ctx, inputs, output)
         return output
 
-    # torch.compile counts parameters to find out whether the first one is a context
+    # torch.compile counts parameters to decide whether the first one is a context
     own = list(signature(function.forward).parameters.values())
     context = Parameter("ctx", Parameter.POSITIONAL_OR_KEYWORD)
     forward.__signature__ = Signature([context, *own])  # type: ignore[attr-defined]

@@ -1,17 +1,18 @@
-"""Which tensors of a forward pass are weights: parameters, and what is made of parameters alone.
+"""Which tensors of a forward pass are weights: parameters, and tensors computed from them alone.
 
 Scope ``matmul`` computes products of weights in LNS, and products of two activations (attention's
-scores) in float32. A module that multiplies by itself may transpose, scale, slice, mask or stack
-its weights first, so what is made of them is noted, one function after the other. Three kinds:
+scores) in float32. A module that computes its own products may first transpose, scale, slice, mask
+or stack its weights, so the results of each function are tracked. There are three kinds of tensors:
 
-- *weights*: parameters; results of functions of which a tensor argument is a weight and no float
-  one is an activation. A mask of booleans may be one.
-- *constants*: buffers, what ``torch.ones`` and the like make, and what is made of these.
-- *activations*: everything else. Rows that integers select from a matrix, as embeddings, are
-  activations; matrices that they select from a stack of matrices (experts) are weights. What is
-  made of integers or booleans that are activations is one.
+- *weights*: parameters; results of functions with a weight among the tensor arguments and without
+  an activation among the float arguments. Boolean masks are allowed.
+- *constants*: buffers, results of ``torch.ones`` and similar functions, and results of functions
+  with only constants.
+- *activations*: everything else. Rows that integers select from a matrix, as in an embedding, are
+  activations; matrices that they select from a stack of matrices (experts) are weights. Results of
+  integer or boolean activations are activations.
 
-Limits: what is written to a view of a constant is not noted for the whole constant.
+Limits: writing to a view of a constant does not change the kind of the whole constant.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _WRITERS = {
     for name in dir(Tensor)
     if promotion.writes(name) and (name[0] != "_" or name[:2] == "__")
 }
-"""The functions that write to their first argument."""
+"""Functions that write to their first argument."""
 
 _SELECTORS = {
     Tensor.__getitem__, torch.index_select, Tensor.index_select, torch.gather, Tensor.gather,
     torch.take_along_dim, Tensor.take_along_dim,
 }  # fmt: skip
-"""The functions by which integers select matrices from a stack."""
+"""Functions by which integers select matrices from a stack."""
 
 
 class Weights:
     """The weights and constants of one forward pass of a module, by identity.
 
-    Tensors are held until the pass ends, as memory that is freed would be used anew.
+    Tensors are kept alive until the pass ends, so that their memory and ids are not reused.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -52,17 +53,17 @@ class Weights:
             self._made[parameter] = True
 
     def __contains__(self, x: Any) -> bool:
-        """Return whether ``x`` is a weight of real numbers, dense and not LNS."""
+        """Return whether ``x`` is a weight that is real, dense and not LNS."""
         return is_real(x) and (self._made.get(x, False) or isinstance(x, nn.Parameter))
 
     def multiply(self, *factors: Any) -> bool:
-        """Return whether these are factors of a product of real, dense tensors and one a weight."""
+        """Return whether these are real, dense factors of a product and one is a weight."""
         return all(isinstance(x, LNSTensor) or is_real(x) for x in factors) and any(
             x in self for x in factors
         )
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Note what a function has returned."""
+        """Record the kind of a function's result."""
         results = result if isinstance(result, _STORES) else (result,)
         found = [x for x in results if isinstance(x, Tensor)]
         if func in _WRITERS and args and isinstance(args[0], Tensor):
@@ -73,12 +74,12 @@ class Weights:
         for x in found:
             if kind is not None:
                 self._made[x] = kind
-            elif x in self._made:  # it was written to
+            elif x in self._made:  # the function wrote to it
                 del self._made[x]
 
     def _kind(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool | None:
-        """Return whether a function of these arguments makes a weight (True), a constant (False) or
-        an activation (None)."""
+        """Return the kind of a function's result: True for a weight, False for a constant, None for
+        an activation."""
         weight, unknown, chooses, dims = False, False, False, 0
         for x in _tensors([*args, *kwargs.values()]):
             of_numbers = x.dtype.is_floating_point or x.dtype.is_complex
@@ -97,7 +98,7 @@ class Weights:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors among arguments, and in lists of them."""
+    """Return the tensors among arguments, including those in lists."""
     found: list[Tensor] = []
     for x in values:
         if isinstance(x, Tensor):

@@ -1,1 +1,1 @@
-"""Warnings of what the limits of a format lose: factors near 1, small gradients, large counts."""
+"""Warnings of losses at the limits of a format: factors near 1, small gradients, large counts."""

@@ -1,12 +1,12 @@
 """Functions of one number and their gradients: exp, log, powers, activation functions.
 
-Smooth functions are look-ups (:mod:`lns_ops.spec.unary_functions`), rounded once. Gradients:
-autograd's own formulas where they are products and quotients, which LNS has exactly (exp, log,
-sqrt, powers); the derivative's own table, times the incoming gradient, for activation functions,
-whose formulas would subtract nearly equal rounded numbers. ``sigmoid``, ``tanh`` and ``expm1`` save
-their argument for that, instead of the result that torch saves: near 1 a result has lost its
-derivative. So do functions in place (``torch.sigmoid_``, ``elu`` with ``inplace=True``): they write
-the result of the function out of place.
+Smooth functions are table look-ups (:mod:`lns_ops.spec.unary_functions`), rounded once. There are
+two kinds of gradients. If autograd's formula consists of products and quotients, which are exact in
+LNS, it is used (exp, log, sqrt, powers). Formulas of activation functions would subtract nearly
+equal rounded numbers, so their derivatives have a table, which is multiplied by the incoming
+gradient. For that ``sigmoid``, ``tanh`` and ``expm1`` save their argument instead of the result
+that torch saves, because near 1 the result no longer determines the derivative. In-place functions
+(``torch.sigmoid_``, ``elu`` with ``inplace=True``) write the result of the out-of-place function.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _exp2(func: Any, x: LNSTensor) -> LNSTensor:
 def _power_of(func: Any, base: float, x: LNSTensor) -> LNSTensor:
     if base <= 0:
         raise ValueError(
-            f"{base} to the power of an LNSTensor: the base must be positive, LNS values are real"
+            f"{base} to the power of an LNSTensor: the base must be positive, because LNS is real"
         )
     return _tabled(x, "power_of", base)
 
@@ -88,7 +88,7 @@ def _pow(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
 
 
 def _check_powers(base: Tensor, exponent: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return the codes of a power's base, those that have none made zero.
+    """Return the codes of a power's base, with zero where the power is undefined.
 
     Raises:
         ValueError: (on a CPU) a power has no finite real value.
@@ -99,23 +99,22 @@ def _check_powers(base: Tensor, exponent: Tensor, fmt: LNSFormat) -> Tensor:
     if not undefined.is_cuda and is_real(undefined):
         if undefined.any():
             raise ValueError(
-                "pow of a negative number to no whole power, or of zero to a negative one: LNS has"
-                " no NaN; clamp or mask first"
+                "pow of a negative number to a fractional power, or of zero to a negative power:"
+                " LNS has no NaN; clamp or mask first"
             )
         return base
     one = torch.full_like(undefined, fmt.bias, dtype=torch.int16)
-    lns.div(one, one.masked_fill(undefined, 0), fmt)  # counted on a GPU, raises in compiled code
+    lns.div(one, one.masked_fill(undefined, 0), fmt)  # a fault on a GPU, raises in compiled code
     return torch.where(undefined, 0, base)
 
 
 def power_parts(base: Tensor, exponent: Tensor, fmt: LNSFormat) -> unclamped.Unclamped:
-    """Return codes to the power of float64 exponents: not clamped, the logarithm rounded half to
-    even."""
+    """Return codes raised to float64 exponents: not clamped, the logarithm rounded half to even."""
     return unclamped.raised_to_each(_check_powers(base, exponent, fmt), exponent, fmt)
 
 
 def exponents_of(y: Any, fmt: LNSFormat, device: torch.device) -> Tensor:
-    """Return exponents in float64: whole numbers are exact, others those of the format."""
+    """Return exponents in float64: whole numbers exact, other numbers rounded to the format."""
     if isinstance(y, Tensor) and not isinstance(y, LNSTensor) and not y.is_floating_point():
         return y.to(device, torch.float64)
     one = LNSTensor(torch.full((), fmt.bias, dtype=torch.int16, device=device), fmt)
@@ -256,14 +255,13 @@ _DERIVATIVES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "tanh": ("d_tanh", lambda x: 4 * torch.sigmoid(2 * x) * torch.sigmoid(-2 * x)),
     "expm1": ("exp", torch.exp),
 }
-"""The derivative's table, and the derivative by operations that have derivatives themselves."""
+"""The derivative's table, and the derivative as differentiable operations."""
 
 
 class _FromArgument(torch.autograd.Function):
-    """A function by table whose derivative is taken at the argument.
+    """A function by table with the derivative at its argument.
 
-    Where the gradient is to be differentiated in its turn, the derivative is made of operations
-    that have one.
+    For second derivatives, the derivative is computed with differentiable operations.
     """
 
     @staticmethod
@@ -283,24 +281,24 @@ class _FromArgument(torch.autograd.Function):
 
 @replaces(torch.sigmoid, torch.Tensor.sigmoid, torch.special.expit, F.sigmoid)
 def sigmoid(input: LNSTensor) -> LNSTensor:
-    """Return ``1 / (1 + e^-x)``, its derivative taken at ``x``, the input."""
+    """Return ``1 / (1 + e^-x)``; the derivative is computed from ``x``."""
     return _FromArgument.apply(input, "sigmoid")  # type: ignore[no-untyped-call, no-any-return]
 
 
 @replaces(torch.tanh, torch.Tensor.tanh, F.tanh)
 def tanh(input: LNSTensor) -> LNSTensor:
-    """Return the hyperbolic tangent, its derivative taken at the input."""
+    """Return the hyperbolic tangent; the derivative is computed from the input."""
     return _FromArgument.apply(input, "tanh")  # type: ignore[no-untyped-call, no-any-return]
 
 
 @replaces(torch.expm1, torch.Tensor.expm1, torch.special.expm1)
 def expm1(input: LNSTensor) -> LNSTensor:
-    """Return ``e^x - 1``, its derivative taken at the input."""
+    """Return ``e^x - 1``; the derivative is computed from the input."""
     return _FromArgument.apply(input, "expm1")  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``function`` in place, with the gradient that it has out of place."""
+    """Return an in-place version of ``function`` with the out-of-place gradient."""
 
     def written(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return input.copy_(function(input.clone(), *args, **kwargs))
@@ -309,9 +307,8 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _with_option(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of :mod:`torch.nn.functional` whose ``inplace=True`` is :func:`_in_place`.
-
-    torch passes on all arguments but the first one by name.
+    """Return a function of :mod:`torch.nn.functional` that uses :func:`_in_place` for
+    ``inplace=True``. torch passes all arguments except the first by name.
     """
 
     def chosen(input: Tensor, inplace: bool = False, **options: Any) -> Tensor:

@@ -1,6 +1,5 @@
-"""Addition, multiplication, division, signs and roots, each one LNS operation.
-
-Each is exact or rounded once.
+"""Addition, multiplication, division, signs and roots: one LNS operation each, exact or rounded
+once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
     "div": lns.div,
 }
 _NUMBERS = (float, int, torch.SymInt, torch.SymFloat)
-"""The types of numbers, the latter of shapes that are traced; bool is another."""
+"""Number types; the last two occur in traced shapes. bool is handled separately."""
 
 
 def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
@@ -47,8 +46,8 @@ def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
 def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     """Apply an elementwise operation to two tensors, or a tensor and a number.
 
-    ``alpha`` multiplies ``y`` first. A number above the format's range counts in full, but for one
-    of a traced shape that is added, which saturates first.
+    ``alpha`` multiplies ``y`` first. A number above the format's range is used exactly, with one
+    exception: if a number from a traced shape is added, it saturates first.
     """
     if func is aten.add.Tensor and alpha == 1:
         gradient = gradient_sums.summed(x, y)
@@ -81,7 +80,7 @@ def _add_(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
 def _by_large_number(name: str, x: Any, y: Any) -> LNSTensor | None:
     """Return the result for a tensor and a Python number above the format's range.
 
-    The number counts in full: its logarithm is rounded as encoding rounds, and only the result is
+    The number is used exactly: its logarithm is rounded as in encoding, and only the result is
     clamped. Returns None for any other number, which is encoded.
     """
     tensor, number = (x, y) if isinstance(x, LNSTensor) else (y, x)
@@ -106,7 +105,7 @@ def _by_large_number(name: str, x: Any, y: Any) -> LNSTensor | None:
 
 
 def _by_large_size(name: str, x: Any, y: Any, fmt: LNSFormat) -> LNSTensor | None:
-    """Return the result for a number of a traced shape, in two factors: a power of two first."""
+    """Return the result for a number from a traced shape, split into a power of two and a rest."""
     number, octaves = (y if isinstance(x, LNSTensor) else x), fmt.most_scale
     if octaves == 1 or not number > fmt.largest:
         return None
@@ -117,14 +116,14 @@ def _by_large_size(name: str, x: Any, y: Any, fmt: LNSFormat) -> LNSTensor | Non
 
 
 def _reduced(codes: Tensor, shape: torch.Size, fmt: LNSFormat) -> Tensor:
-    """Return a gradient summed over what its operand was repeated along, as the engine sums it."""
+    """Sum a gradient over the dimensions in which its operand was broadcast, as autograd does."""
     new = codes.dim() - len(shape)
     dims = [d for d, n in enumerate(codes.shape) if d < new or shape[d - new] == 1 != n]
     return lns.sum(codes, dims, fmt).reshape(shape) if dims else codes.reshape(shape)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum ``x + y``, or the difference: the bits of torch's formula, in one node."""
+    """The sum ``x + y`` or difference in one graph node, with the bits of torch's formula."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, y: LNSTensor, less: bool) -> LNSTensor:
@@ -137,7 +136,7 @@ class _Sum(torch.autograd.Function):
         fmt, x, y, less = ctx.options
         wanted_x, wanted_y, _ = ctx.needs_input_grad
         grad = gradient(grad, fmt)
-        if torch.is_grad_enabled() or x == y:  # or the engine sums what was repeated
+        if torch.is_grad_enabled() or x == y:  # otherwise the engine sums broadcast dimensions
             negative = -grad if less and wanted_y else grad
             return grad if wanted_x else None, negative if wanted_y else None, None
         dx, dy, codes = grad if wanted_x else None, grad if wanted_y else None, grad.codes
@@ -151,7 +150,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """The product ``x y``, with ``dx = dz y`` and ``dy = dz x``: the bits of torch's formula."""
+    """The product ``x y`` with ``dx = dz y``, ``dy = dz x``, with the bits of torch's formula."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
@@ -166,7 +165,7 @@ class _Product(torch.autograd.Function):
         fmt, *shapes = ctx.options
         grad = gradient(grad, fmt)
         factors = reversed(ctx.saved_tensors)
-        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+        if torch.is_grad_enabled():  # the gradient itself needs a gradient (double backward)
             return tuple(None if factor is None else grad * factor for factor in factors)
         found: list[Tensor | None] = []
         for factor, shape in zip(factors, shapes, strict=True):
@@ -180,8 +179,8 @@ class _Product(torch.autograd.Function):
 
 
 def in_one_node(function: Callable[..., Any], *options: Any) -> Callable[[Any, Any], Any]:
-    """Return how to call a function of two LNSTensors; None for others, or where operators are
-    watched: torch's own way tells what is wrong, and shows the operators."""
+    """Return a function that applies ``function`` to two LNSTensors. It returns None for other
+    arguments, and if something observes operators, so that torch reports errors and operators."""
 
     def apply(x: Any, y: Any) -> Any:
         if (
@@ -213,11 +212,11 @@ _PRIMITIVES = {getattr(torch.ops.prims, n).default: getattr(aten, n).Tensor for 
 
 @handles(*_PRIMITIVES)
 def _primitive(func: Any, x: Any, y: Any) -> LNSTensor:
-    """Compute what torch asks of meta tensors for a shape, where zeros without memory meet LNS.
+    """Compute torch's primitives on meta tensors, if zeros without memory are combined with LNS.
 
     Such zeros are the gradient of a sign, in the second derivative of ``|x|``.
     """
-    refuse_forward_mode(str(func))  # whose tangents are such zeros as well
+    refuse_forward_mode(str(func))  # forward-mode tangents are such zeros as well
     return binary(_PRIMITIVES[func], x, y)
 
 
@@ -228,10 +227,9 @@ def _with_alpha(
     alpha: Any,
     fmt: LNSFormat,
 ) -> Tensor:
-    """Return ``x +- alpha y``, or ``(x / alpha +- y) alpha`` where ``alpha y`` leaves the range.
+    """Return ``x +- alpha y``, or ``(x / alpha +- y) alpha`` if ``alpha y`` leaves the range.
 
-    The terms of the latter are as far apart, but for an ``x / alpha`` below the range, which is
-    zero.
+    The latter has the same ratio of terms, except that an ``x / alpha`` below the range is zero.
     """
     product = _scaled(y, alpha, fmt)
     result = operation(x, product, fmt)
@@ -243,7 +241,7 @@ def _with_alpha(
 
 
 def _scaled(x: Tensor, alpha: Any, fmt: LNSFormat, power: int = 1) -> Tensor:
-    """Return ``x alpha^power``, for a power of 1 or -1, of an ``alpha`` of any size."""
+    """Return ``x alpha^power`` for a power of 1 or -1 and any ``alpha``."""
     if isinstance(alpha, (int, float)) and (log := lns.logarithm_beyond(alpha, fmt)):
         result = lns.shifted(x, power * log, fmt)
         return lns.neg(result, fmt) if alpha < 0 else result
@@ -254,9 +252,9 @@ def _scaled(x: Tensor, alpha: Any, fmt: LNSFormat, power: int = 1) -> Tensor:
 @handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale(func: Any, *args: Any) -> NoReturn:
     raise ValueError(
-        "GradScaler with LNS gradients: looks for infinities, which LNS has not; leave it (fp16="
-        "False, mixed_precision='no') and scale the loss by a power of two, which costs nothing in"
-        " LNS: lns_ops.LossScale(128)"
+        "GradScaler with LNS gradients: looks for infinities, which LNS does not have; turn it off"
+        " (fp16=False, mixed_precision='no') and scale the loss by a power of two, which costs"
+        " nothing in LNS: lns_ops.LossScale(128)"
     )
 
 
@@ -293,7 +291,7 @@ def _sign(func: Any, x: LNSTensor) -> LNSTensor:
 
 @replaces(torch.sgn, Tensor.sgn)
 def sgn(input: LNSTensor) -> Tensor:
-    """Return the sign; what torch has for gradients of ``sgn`` is a kind of zeros of its own."""
+    """Return the sign; for gradients of ``sgn`` torch would use a special kind of zeros."""
     return torch.sign(input)
 
 

@@ -1,27 +1,27 @@
 """Softmax, logsumexp and attention inside a network, in LNS.
 
-The softmax at a loss is in :mod:`lns_ops.tensor.ops.losses`.
+The softmax of a loss is in :mod:`lns_ops.tensor.ops.losses`.
 
-``softmax(x) = e / sum(e)`` with ``e = exp(x - max x)``: a difference, a table, a sum in the
-contract's order, an exact division. Its error is that of the difference: a score of 8 is kept to
-half an ulp of 8, some 4 % of e at f = 6. Computing it in float32 would not recover what the score
-has lost already, and inside a network nothing else leaves LNS.
+``softmax(x) = e / sum(e)`` with ``e = exp(x - max x)``: a difference, a table look-up, a sum in the
+contract's order, an exact division. The error comes from the difference: a score of 8 is stored
+with an error of half an ulp of 8, which is about 4 % of e at f = 6. A softmax in float32 would not
+recover what the score has already lost, and would leave LNS inside the network.
 
-A masked score takes no part: its e is zero, exactly. In attention a row with all scores masked is
-zero (torch's is NaN). A mask that is added holds ``-inf`` or its dtype's most negative finite value
-where it masks; a row of the latter alone has equal weights, as in torch. ``-inf`` is no LNS value:
+For a masked score e is exactly zero. In attention a row whose scores are all masked is zero (NaN in
+torch). An additive mask has ``-inf`` or its dtype's most negative finite value at masked scores; a
+row with only the latter has equal weights, as in torch. LNS has no ``-inf``:
 ``masked_fill(mask, -inf)`` stores the largest magnitude, and so does a sum with such a mask; its e
 is zero as well.
 
-The gradient is ``p (g - sum(g p))``, with the mean of g subtracted twice: the rounded p add up to
-one within some half-ulps only, which is more than is left where one p is nearly one, or where the g
-have a mean of their own. On the way it is in a format of a wider range, if there is one: of 1,000
-classes g p is below lns12's range where sum(g p) is not. The gradient of ``logsumexp`` is the
-softmax of its argument: torch's formula, ``exp(x - result)``, would take the rounding of the result
-for a factor, at a result of 1,000 in lns16 up to e^2.7.
+The gradient is ``p (g - sum(g p))``, with the mean of g subtracted twice. The rounded p add up to
+one only within a few half-ulps. Without the subtraction this error would exceed the gradient if one
+p is nearly one, or if g has a large mean. Intermediate results use a format with a wider range, if
+there is one: for 1,000 classes g p is below lns12's range but sum(g p) is not. The gradient of
+``logsumexp`` is the softmax of its argument. torch's formula ``exp(x - result)`` would turn the
+rounding error of the result into a factor, up to e^2.7 for a result of 1,000 in lns16.
 
 Over more scores than the format's largest number (64,830 in lns12, 235 in lns8) the sum can
-saturate, and the weights add up to more than one: that warns.
+saturate, and the weights add up to more than one; this warns.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _logsumexp(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False) -> LNST
 
 
 class _LogSumExp(torch.autograd.Function):
-    """``log sum e^x`` over ``dims``, which stay as ones."""
+    """``log sum e^x`` over ``dims``, which remain as dimensions of size 1."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, dims: list[int]) -> LNSTensor:
@@ -92,7 +92,7 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,), fmt = ctx.saved_tensors, ctx.fmt
-        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+        if torch.is_grad_enabled():  # the gradient itself needs a gradient (double backward)
             return grad * _softmax_over(x, ctx.dims), None
         _, exponentials, total = _exponentials(x.codes, ctx.dims, fmt)
         factors = [(gradient(grad, fmt).codes, 1.0), (exponentials, 1.0), (total, -1.0)]
@@ -100,7 +100,7 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def _softmax_over(x: Tensor, dims: list[int]) -> Tensor:
-    """Return the softmax over several dimensions taken together."""
+    """Return the joint softmax over several dimensions."""
     if len(dims) < 2:
         return torch.softmax(x, dims[0] if dims else -1)
     last = tuple(range(-len(dims), 0))
@@ -135,7 +135,7 @@ def _softmax_backward(func: Any, grad: LNSTensor, y: LNSTensor, dim: int, dtype:
 
 
 class _MaskedSoftmax(torch.autograd.Function):
-    """Softmax over the last dimension of the scores that a boolean mask keeps."""
+    """Softmax over the last dimension of the scores that a boolean mask selects."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, kept: Tensor) -> LNSTensor:
@@ -147,19 +147,19 @@ class _MaskedSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
         grad = gradient(grad, y.fmt)
-        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+        if torch.is_grad_enabled():  # the gradient itself needs a gradient (double backward)
             return y * centred(grad, lambda g: (g * y).sum(-1, keepdim=True)), None
         return _softmax_backward(None, grad, y, -1, None), None
 
 
 def _spreads(shape: torch.Size, over: torch.Size) -> bool:
-    """Tell whether a tensor of one shape can be expanded to another."""
+    """Return whether a tensor of one shape can be expanded to another."""
     last = over[len(over) - len(shape) :]
     return len(shape) <= len(over) and all(a in (1, b) for a, b in zip(shape, last, strict=True))
 
 
 def _causal_bias(mask: Any, device: torch.device) -> Tensor | None:
-    """Return which scores a ``torch.nn.attention.bias`` keeps, which has no values of its own."""
+    """Return the boolean mask of a ``torch.nn.attention.bias``, which has no values itself."""
     if not hasattr(mask, "variant"):
         return mask  # type: ignore[no-any-return]
     behind = mask.seq_len_kv - mask.seq_len_q if mask.variant.name == "LOWER_RIGHT" else 0
@@ -170,16 +170,16 @@ def _causal_bias(mask: Any, device: torch.device) -> Tensor | None:
 def _masks(
     mask: Tensor | None, is_causal: bool, scores: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return which scores to keep, and what to add to them.
+    """Return the mask of scores to keep, and the values to add to the scores.
 
     Raises:
-        ValueError: the mask has sizes that the scores have not.
+        ValueError: the mask does not broadcast to the scores.
     """
     mask = _causal_bias(mask, scores.device)
     if mask is not None and not _spreads(mask.shape, scores.shape):
         raise ValueError(
-            f"attn_mask of shape {tuple(mask.shape)} for scores of shape {tuple(scores.shape)}: its"
-            " sizes must be theirs or 1, from the last on"
+            f"attn_mask of shape {tuple(mask.shape)} for scores of shape {tuple(scores.shape)}: it"
+            " must broadcast to them; from the last dimension on, use sizes equal to theirs or 1"
         )
     kept = None
     if is_causal:
@@ -188,9 +188,9 @@ def _masks(
         return kept, mask
     if mask.dtype == torch.bool:
         return mask if kept is None else kept & mask, None
-    least = torch.finfo(mask.dtype).min  # which transformers takes for -inf
+    least = torch.finfo(mask.dtype).min  # transformers uses it instead of -inf
     finite = mask > least
-    # a row of nothing else drowns its scores, whose weights are equal then, as torch's are
+    # in a row with only this value it dominates the scores: equal weights, as in torch
     drowned = (mask == least).all(-1, keepdim=True)
     added = torch.where(finite, mask, torch.where(drowned, least, 0))
     finite = finite | drowned
@@ -220,7 +220,8 @@ def scaled_dot_product_attention(
     The scale (``1 / sqrt(d)``) is applied to the queries as one LNS product.
 
     Shapes: query ``[..., L, D]``, key ``[..., S, D]``, value ``[..., S, E]``, output ``[..., L,
-    E]``. A mask is boolean (True is kept), or is added, where ``-inf`` masks.
+    E]``. A boolean mask is True for scores to keep; a float mask is added, with ``-inf`` for masked
+    scores.
     """
     if enable_gqa:
         heads = query.shape[-3]
@@ -240,7 +241,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _projected(
     query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None
 ) -> list[Tensor]:
-    """Return query, key and value, each by its third of the stacked weight or by its own."""
+    """Return query, key and value projections, with a stacked or with separate weights."""
     each = weights.chunk(3) if isinstance(weights, Tensor) else weights
     biases = bias.chunk(3) if bias is not None else (None, None, None)
     return [F.linear(x, w, b) for x, w, b in zip((query, key, value), each, biases, strict=True)]
@@ -249,7 +250,7 @@ def _projected(
 def _with_more_keys(
     states: Sequence[Tensor], bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool
 ) -> tuple[list[Tensor], int]:
-    """Return query, keys and values with learned and zero ones behind, and how many these are."""
+    """Return query, keys and values with learned and zero entries appended, and their number."""
     q, k, v = states
     if bias_k is not None and bias_v is not None:
         k, v = (torch.cat([x, b.expand(1, *x.shape[1:])]) for x, b in ((k, bias_k), (v, bias_v)))
@@ -261,9 +262,9 @@ def _with_more_keys(
 def _padding_mask(
     mask: Tensor | None, key_padding: Tensor | None, heads: int, more: int
 ) -> Tensor | None:
-    """Merge torch's two masks, in which True is *left out*, into one in which True is kept.
+    """Merge torch's two masks, in which True means *left out*, into one in which True means kept.
 
-    Float masks become one that is added; of the keys that are ``more``, none is left out.
+    Float masks are merged into an additive mask; the ``more`` appended keys are always kept.
     """
     mask, key_padding = (None if m is None else F.pad(m, (0, more)) for m in (mask, key_padding))
     if mask is not None and mask.dim() == 3:
@@ -303,7 +304,7 @@ def multi_head_attention_forward(
     Source: A. Vaswani et al. 2017 (arXiv:1706.03762).
 
     Raises:
-        NotImplementedError: static keys or values, which no layer of torch passes.
+        NotImplementedError: static keys or values, which no torch layer passes.
     """
     if static_k is not None or static_v is not None:
         raise NotImplementedError(
@@ -335,15 +336,15 @@ def multi_head_attention_forward(
 
 
 _FLEX, _DEPTH = "torch.nn.attention.flex_attention", 6
-"""A module of torch, and how many callers are between it and the function below at most."""
+"""A torch module, and the maximum number of stack frames between it and the function below."""
 
 
 @replaces_untraced(Tensor.is_nested.__get__)  # type: ignore[attr-defined]
 def is_nested(self: Tensor) -> bool:
-    """Return False. Refuse ``flex_attention``, which asks this first and then compiles itself.
+    """Return False. Raise if ``flex_attention`` calls, which checks this before it compiles itself.
 
     Raises:
-        NotImplementedError: it asks.
+        NotImplementedError: the caller is ``flex_attention``.
     """
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     for _ in range(_DEPTH):

@@ -1,6 +1,7 @@
 """Convolutions and transposed convolutions with their gradients and bias.
 
-The products are those of :mod:`lns_ops.functional.convolution`; the bias is added as in linear.
+The products are computed by :mod:`lns_ops.functional.convolution`; the bias is added as in a linear
+layer.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def transposed_size(x: Tensor, weight: Tensor, geometry: conv.Geometry, extra: A
 
 
 def cut(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Return the first positions of ``x``, as many as ``size`` has along each dimension.
+    """Return the first positions of ``x``, ``size`` of them along each dimension.
 
-    The gradient of a transposed convolution has more where output_padding is as long as a stride.
+    The gradient of a transposed convolution has more if output_padding is as long as the stride.
     """
     for dim, length in enumerate(size, start=2):
         x = x.narrow(dim, 0, length)
@@ -108,7 +109,7 @@ def conv_tbc(input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tenso
 def _columns(
     x: Tensor, kernel: list[int], dilation: list[int], padding: list[int], stride: list[int]
 ) -> Tensor:
-    """Return what ``F.unfold`` gathers: ``[..., C, H, W]`` to ``[..., C taps, positions]``."""
+    """Return ``F.unfold`` of codes: ``[..., C, H, W]`` to ``[..., C taps, positions]``."""
     single = x.dim() == 3
     padded = conv.zero_padded(x[None] if single else x, padding, padding).contiguous()
     windows = conv.sliding_windows(padded, kernel, stride, dilation)
@@ -129,7 +130,7 @@ def _im2col(
 def _col2im(
     func: Any, x: LNSTensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any
 ) -> LNSTensor:
-    """Return ``F.fold``: sums of what overlaps, in the contract's order."""
+    """Return ``F.fold``: sums of overlapping values, in the contract's order."""
     taps = math.prod(kernel)
     planes = x.codes.shape[:-2].numel() * (x.shape[-2] // taps)
     places = torch.arange(1, planes * math.prod(size) + 1, device=x.codes.device).reshape(
@@ -139,7 +140,7 @@ def _col2im(
     if x.shape[-2] % taps or x.shape[-1] != columns.shape[-1]:
         raise ValueError(
             f"fold of shape {tuple(x.shape)}: must be [..., C * {taps}, {columns.shape[-1]}] for"
-            f" output_size={tuple(size)} and kernel_size={tuple(kernel)}, as unfold gives it"
+            f" output_size={tuple(size)} and kernel_size={tuple(kernel)}, as unfold returns it"
         )
     total = index_sum(x.codes.reshape(-1), columns.reshape(-1) - 1, places.numel(), x.fmt)
     return LNSTensor(total.reshape(*x.shape[:-2], x.shape[-2] // taps, *size), x.fmt)

@@ -1,8 +1,7 @@
-"""Gathers by index, and the scatters that are their gradients.
+"""Gathers by index, and their gradients, which are scatters.
 
-Terms that meet at one place are summed in the contract's order, on every device.
-
-torch's own kernels add such terms with atomics or in the order of threads; here
+Terms with the same destination are summed in the contract's order, on every device. torch's own
+kernels add them with atomics or in the order of threads;
 :func:`lns_ops.functional.indexed.index_sum` sorts them first.
 """
 
@@ -41,7 +40,7 @@ def _embedding_backward(
 ) -> LNSTensor:
     flat, fmt = indices.reshape(-1), grad.fmt
     if padding >= 0:
-        flat = torch.where(flat == padding, rows, flat)  # beyond the last row: left out
+        flat = torch.where(flat == padding, rows, flat)  # beyond the last row: ignored
     codes = grad.codes.reshape(flat.numel(), grad.shape[-1])
     if by_frequency:
         counts = torch.bincount(flat, minlength=rows)[:rows].clamp_min(1)
@@ -50,14 +49,14 @@ def _embedding_backward(
 
 
 def _mean_by_index(codes: Tensor, index: Tensor, counts: Tensor, fmt: LNSFormat) -> Tensor:
-    """Return sums of rows by index over counts, one for each row, clamped once."""
+    """Return sums of rows by index divided by a count for each row, clamped once."""
     total = unclamped.total_by_index(codes, index, len(counts), fmt)
     counts = counts.reshape(-1, *[1] * (codes.dim() - 1))
     return unclamped.packed(unclamped.over_counts(total, counts, fmt), fmt)
 
 
 _MEAN, _MAX = 1, 2
-"""torch's numbers of two modes of embedding_bag; 0 is the sum."""
+"""torch's codes for two modes of embedding_bag; 0 is the sum."""
 
 
 @handles(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -68,22 +67,23 @@ def _embedding_bag(
 ) -> tuple[LNSTensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return sums, means or maxima over bags ``[B, D]``, and what the backward pass needs.
 
-    That is the bag of each index (B for those left out), the indices per bag, and the rows of the
-    maxima.
+    These are the bag of each index (B for ignored ones), the number of indices per bag, and the
+    rows of the maxima.
     """
     if type(offsets) is Tensor and not offsets.is_cuda and offsets.numel() and offsets[0] != 0:
         raise ValueError(
-            f"embedding_bag with offsets[0]={int(offsets[0])}: the first bag begins at 0; make it 0"
+            f"embedding_bag with offsets[0]={int(offsets[0])}: the first bag must start at 0; make"
+            " it 0"
         )
     if type(offsets) is Tensor and not offsets.is_cuda and (offsets > len(indices)).any():
         raise ValueError(
-            f"embedding_bag with offsets[-1]={int(offsets[-1])}: no bag begins after the"
+            f"embedding_bag with offsets[-1]={int(offsets[-1])}: a bag must not start after the"
             f" {len(indices)} indices"
         )
     if type(offsets) is Tensor and not offsets.is_cuda and (offsets.diff() < 0).any():
         raise ValueError(
-            f"embedding_bag with offsets={offsets.tolist()}: must not fall, each bag begins where"
-            " the one before it ends"
+            f"embedding_bag with offsets={offsets.tolist()}: must not decrease, because each bag"
+            " starts where the one before it ends"
         )
     fmt, bags, count = weight.fmt, len(offsets) - include_last_offset, len(indices)
     places = torch.arange(count, device=indices.device, dtype=offsets.dtype)
@@ -106,9 +106,9 @@ def _embedding_bag(
 
 
 def _largest_of_bags(rows: Tensor, bag: Tensor, bags: int, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
-    """Return the largest value of each bag and column, and its row: the first of equal ones.
+    """Return the largest value of each bag and column, and its row; the first one if equal.
 
-    An empty bag has the value 0, and the number of rows as its row.
+    An empty bag has the value 0, and its row is the number of rows.
     """
     keys, at, count = lns.order_key(rows, fmt), bag[:, None].expand(rows.shape), len(rows)
     lowest = keys.new_full((bags + 1, rows.shape[1]), torch.iinfo(torch.int16).min)
@@ -139,7 +139,7 @@ def _embedding_bag_backward(
         return LNSTensor(total.reshape(rows, -1), fmt)
     own = bag.clamp(max=len(sizes) - 1)
     kept = torch.where(bag < len(sizes), indices, rows)
-    if mode == _MEAN:  # the terms are not clamped to the range before they are summed
+    if mode == _MEAN:  # terms are summed before they are clamped to the range
         wide, counts = unclamped.roomiest(fmt), sizes.clamp_min(1)[:, None]
         share = unclamped.over_counts(unclamped.unpacked(codes, fmt), counts, fmt)
         terms = unclamped.packed(share, wide).index_select(0, own)
@@ -165,7 +165,7 @@ def _embedding_bag_factors_backward(
     mode: int,
     padding: int = -1,
 ) -> LNSTensor:
-    """Return each factor's gradient: its row times its bag's gradient, 0 where it is left out."""
+    """Return each factor's gradient: its row times its bag's gradient, or 0 if it is ignored."""
     codes, rows, fmt = operands("embedding_bag", grad, weight)
     products = lns.mul(
         codes.index_select(0, bag.clamp(max=len(codes) - 1)), rows.index_select(0, indices), fmt
@@ -176,7 +176,7 @@ def _embedding_bag_factors_backward(
 def _destinations(
     shape: Sequence[int], indices: Sequence[Tensor | None], device: torch.device
 ) -> Tensor:
-    """Return the flat positions that ``x[indices]`` reads of a tensor of ``shape``."""
+    """Return the flat positions that ``x[indices]`` reads from a tensor of ``shape``."""
     return torch.arange(math.prod(shape), device=device).reshape(tuple(shape))[
         tuple(slice(None) if i is None else i for i in indices)
     ]
@@ -223,13 +223,13 @@ def _index_put(
 
 
 def _check_places(name: str, index: Tensor, size: int, dim: int, rank: int, low: int = 0) -> None:
-    """Refuse a dimension that there is none of, and on a CPU indices out of low .. size - 1.
+    """Check a dimension, and on a CPU check that indices are in low .. size - 1.
 
     Raises:
         IndexError: as torch does.
     """
     if not -max(rank, 1) <= dim < max(rank, 1):
-        raise IndexError(f"{name}: there is no dimension {dim} of {rank}")
+        raise IndexError(f"{name}: dimension {dim} does not exist, the tensor has {rank}")
     if type(index) is Tensor and not index.is_cuda and index.numel():
         least, most = (int(bound) for bound in index.aminmax())
         if least < low or most >= size:
@@ -240,7 +240,7 @@ def _check_places(name: str, index: Tensor, size: int, dim: int, rank: int, low:
 
 
 def _along(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
-    """Return the flat positions that ``gather(dim, index)`` reads of a tensor of ``shape``."""
+    """Return the flat positions that ``gather(dim, index)`` reads from a tensor of ``shape``."""
     if not shape:
         return torch.zeros_like(index)
     positions = torch.zeros_like(index)
@@ -263,7 +263,7 @@ def _scatter_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTe
         if other != dim % len(sizes) and length > most:
             raise RuntimeError(
                 f"scatter_add: index of shape {tuple(index.shape)} must not be larger than"
-                f" {tuple(codes.shape)} but in dimension {dim}"
+                f" {tuple(codes.shape)} except in dimension {dim}"
             )
     if codes.dim() and index.dim():
         terms = terms[tuple(slice(0, size) for size in index.shape)]
@@ -275,7 +275,7 @@ def _scatter_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTe
 @handles(aten.scatter.src, aten.scatter.value)
 def _scatter(func: Any, x: LNSTensor, dim: int, index: Tensor, source: Any) -> LNSTensor:
     codes, terms, fmt = operands("scatter", x, finite(source, x.fmt))
-    if not isinstance(source, Tensor):  # whose code is on the CPU
+    if not isinstance(source, Tensor):  # a number; its code is on the CPU
         return LNSTensor(torch.scatter(codes, dim, index, int(terms)), fmt)
     return LNSTensor(
         torch.scatter(codes, dim, index, terms.expand(index.shape) if terms.dim() == 0 else terms),
@@ -306,9 +306,9 @@ def _scatter_reduce(
     *,
     include_self: bool = True,
 ) -> Any:
-    """Scatter with the reduction ``sum`` in LNS, with others in float32, encoded once.
+    """Scatter with the reduction ``sum`` in LNS, with other reductions in float32, encoded once.
 
-    ``amax`` and ``amin`` are exact so.
+    ``amax`` and ``amin`` are therefore exact.
     """
     if reduce == "sum" and include_self:
         return _scatter_add(func, x, dim, index, source)
@@ -325,7 +325,7 @@ def _scatter_reduce(
 
 
 class _ScatteredMean(torch.autograd.Function):
-    """``scatter_reduce`` with ``mean``, whose gradient counts terms as whole numbers.
+    """``scatter_reduce`` with ``mean``, with a gradient that counts terms as integers.
 
     torch's formula counts them by a sum of ones, which sticks and saturates in narrow formats.
     """
@@ -360,7 +360,7 @@ class _ScatteredMean(torch.autograd.Function):
 def scatter_reduce(
     input: Any, dim: int, index: Tensor, src: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """Return ``torch.scatter_reduce``, of which the mean has a gradient of its own."""
+    """Return ``torch.scatter_reduce``; the mean has its own gradient formula."""
     both = isinstance(input, LNSTensor) and isinstance(src, LNSTensor) and input.fmt == src.fmt
     if reduce == "mean" and both and are_chained(input, src):
         given = input, dim, index, src, include_self
@@ -427,23 +427,23 @@ def _put(
 def _segments(
     lengths: Tensor | None, offsets: Tensor | None, axis: int, count: int, unsafe: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the sizes ``[..., S]`` of segments, and the row in ``[..., S + 1]`` of each of the
-    ``count`` values ``[...]``; the last row takes those in no segment.
+    """Return the sizes ``[..., S]`` of segments, and the row in ``[..., S + 1]`` for each of the
+    ``count`` values ``[...]``; values outside all segments get the last row.
 
     Raises:
-        ValueError: no lengths and no offsets, or lengths of more or fewer values.
+        ValueError: neither lengths nor offsets, or lengths that do not add up to ``count``.
     """
     bounds = offsets if lengths is None else pad(lengths.cumsum(-1), (1, 0))
     if bounds is None or bounds.dim() != axis + 1:
         raise ValueError(
-            "segment_reduce takes lengths or offsets of axis + 1 dimensions; for indices there are"
-            " index_add and scatter_reduce"
+            "segment_reduce needs lengths or offsets of axis + 1 dimensions; for indices use"
+            " index_add or scatter_reduce"
         )
     sizes = bounds.diff()
     if not (unsafe or lengths is None) and ((sizes < 0).any() or (bounds[..., -1] != count).any()):
         raise ValueError(
-            f"segment_reduce with lengths={lengths.tolist()}: must not be negative and sum to"
-            f" {count}, as many values as there are"
+            f"segment_reduce with lengths={lengths.tolist()}: must not be negative and must sum to"
+            f" {count}, the number of values"
         )
     places = torch.arange(count, device=bounds.device, dtype=bounds.dtype)
     places = places.expand(*bounds.shape[:-1], count).contiguous()
@@ -454,7 +454,7 @@ def _segments(
 
 
 class _SegmentMean(torch.autograd.Function):
-    """Means of rows by index, the sums over counts of each row; its gradient is divided first."""
+    """Means of rows by index: sums divided by counts. The gradient is divided before the gather."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, index: Tensor, counts: Tensor) -> LNSTensor:
@@ -474,21 +474,21 @@ def segment_reduce(
     data: LNSTensor, reduce: str, *, lengths: Tensor | None = None, indices: Tensor | None = None,
     offsets: Tensor | None = None, axis: int = 0, unsafe: bool = False, initial: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``torch.segment_reduce``; sums are those of ``index_add``, in the contract's order.
+    """Return ``torch.segment_reduce``; sums are computed as by ``index_add``, in contract order.
 
     Raises:
-        ValueError: segments that :func:`_segments` refuses, or an empty one of which there is no
-            maximum, minimum or mean.
+        ValueError: invalid segments (:func:`_segments`), or the maximum, minimum or mean of an
+            empty segment.
     """
     axis %= data.dim()
     sizes, at = _segments(lengths, offsets, axis, data.shape[axis], unsafe)
     if initial is None and reduce not in ("sum", "prod") and not sizes.all():
         raise ValueError(
-            f"segment_reduce of an empty segment: it has no {reduce}, and LNS neither NaN nor"
-            " infinity; pass initial"
+            f"segment_reduce of an empty segment: its {reduce} is undefined, and LNS has no NaN"
+            " or infinity; pass initial"
         )
     added, product = reduce in ("sum", "mean"), 1.0 if initial is None else initial
-    # a search starts where no value is, since one that is there has a part of the gradient
+    # the start value differs from all terms, because an equal one would get part of the gradient
     starts = {"max": -data.fmt.largest, "min": data.fmt.largest, "prod": product}
     outer, rest = sizes.shape[:-1], data.shape[axis + 1 :]
     terms = data.reshape(-1, *rest)
@@ -510,7 +510,7 @@ def segment_reduce(
     elif added and initial is not None:
         out = out + initial
     elif reduce in ("max", "min") and initial is not None:
-        # which has no part of the gradient where it is as large
+        # an equal initial value gets no part of the gradient
         beyond = out < initial if reduce == "max" else out > initial
         empty = (sizes == 0).reshape(*sizes.shape, *[1] * len(rest))
         out = torch.where(beyond | empty, torch.full_like(out, initial), out)

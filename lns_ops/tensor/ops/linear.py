@@ -1,15 +1,14 @@
-"""Linear layers and batches of products of LNSTensors as one step of the graph, forward and
-backward.
+"""Linear layers and batched products of LNSTensors as one graph node, forward and backward.
 
-Left to torch, a linear layer is a product, an addition, two transpositions and as many views, and a
-product of batches some fifteen views, each of which comes back to LNSTensor by itself, some 25
-microseconds of Python every time. Here the forward pass and the backward pass take one step each,
-on codes::
+With torch's own formulas, a linear layer is a product, an addition, two transpositions and as many
+views, and a batched product has about fifteen views. Each of these is dispatched to LNSTensor
+separately and takes about 25 microseconds of Python. Here the forward and the backward pass are one
+step each, on codes::
 
     forward   y = x w^T + b
     backward  dx = dy w,   dw = dy^T x,   db = sum of dy over the examples
 
-the same kernels on the same operands as torch's own formula, so the same bits.
+They call the same kernels on the same operands as torch's formulas, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lns_ops.tensor.registry import replaces
 
 
 class _Linear(torch.autograd.Function):
-    # Shapes are those of the codes: every attribute of a tensor subclass goes through Python.
+    # Uses the shapes of the codes: every attribute access of a tensor subclass runs Python code.
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, weight: LNSTensor, bias: LNSTensor | None) -> LNSTensor:
@@ -50,7 +49,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = gradient(grad, x.fmt)
         wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+        if torch.is_grad_enabled():  # the gradient itself needs a gradient (double backward)
             rows = grad.flatten(0, -2)
             return (
                 grad @ weight if wanted_x else None,
@@ -74,7 +73,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _BatchedProduct(torch.autograd.Function):
-    """The products ``z = x y`` of equally many matrices, ``dx = dz y^T``, ``dy = x^T dz``."""
+    """The batched product ``z = x y``, ``dx = dz y^T``, ``dy = x^T dz``."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
@@ -90,7 +89,7 @@ class _BatchedProduct(torch.autograd.Function):
         x, y = ctx.saved_tensors
         grad = gradient(grad, x.fmt)
         wanted_x, wanted_y = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+        if torch.is_grad_enabled():  # the gradient itself needs a gradient (double backward)
             return grad @ y.mT if wanted_x else None, x.mT @ grad if wanted_y else None
         fmt, sums, codes = grad.fmt, get_matmul_accumulation(), grad.codes.flatten(0, -3)
         dx = dy = None
@@ -106,7 +105,7 @@ class _BatchedProduct(torch.autograd.Function):
 
 @replaces(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """Return ``torch.matmul``; batches of matrices in one step of the graph."""
+    """Return ``torch.matmul``; a batched product is one graph node."""
     if _is_sparse(input) or _is_sparse(other):
         return mm(input, other)
     if (
@@ -124,10 +123,10 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 @replaces(torch.mm, Tensor.mm, torch.spmm, torch.sparse.mm)
 def mm(input: Tensor, mat2: Tensor) -> Tensor:
-    """Return ``torch.mm``; of a sparse float matrix (COO, CSR) the entries alone are multiplied.
+    """Return ``torch.mm``; for a sparse float matrix (COO, CSR) only the entries are multiplied.
 
-    They are encoded as float tensors are where they meet LNS, and the products of a row are added
-    as ``index_add`` adds them.
+    They are encoded like other float tensors that are combined with LNS, and the products of a row
+    are added as by ``index_add``.
     """
     if _is_sparse(mat2):
         return mm(mat2.t(), input.t()).t()
@@ -145,7 +144,7 @@ def mm(input: Tensor, mat2: Tensor) -> Tensor:
 def _without_what_is_not_read(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function ``beta input + alpha x y`` that does not read ``input`` if beta is 0.
 
-    What networks then pass is memory that nobody has written to, which may hold a NaN.
+    In that case networks pass uninitialized memory, which may contain a NaN.
     """
 
     def added(input: Tensor, *factors: Any, beta: Any = 1, **others: Any) -> Tensor:
@@ -170,7 +169,7 @@ def _is_sparse(x: Tensor) -> bool:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``torch.nn.functional.linear``.
 
-    Operands that torch's own formula must sort out, or refuse, are left to it.
+    Operands that are not of the usual kind are left to torch's own formula.
     """
     if _plain(input, weight, bias):
         return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
@@ -183,17 +182,18 @@ def grouped_mm(
     mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Any = None,
     out_dtype: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Return the products of groups of rows, each group by its own matrix (mixtures of experts).
+    """Return the products of groups of rows, each with its own matrix (mixtures of experts).
 
-    Shapes: ``mat_a`` ``[N, K]``, ``mat_b`` ``[G, K, M]``, ``offs`` ``[G]``: the end of each group's
-    rows; rows behind the last group are 0. Batches ``[G, N, K]`` need no ``offs``.
+    Shapes: ``mat_a`` ``[N, K]``, ``mat_b`` ``[G, K, M]``, ``offs`` ``[G]`` with the end of each
+    group's rows; rows after the last group are 0. Batches ``[G, N, K]`` need no ``offs``.
 
     Raises:
         NotImplementedError: groups of columns, or a bias.
     """
     if bias is not None or mat_b.dim() != 3:
         raise NotImplementedError(
-            "grouped_mm of LNSTensors takes groups of rows without a bias: add the bias afterwards"
+            "grouped_mm of LNSTensors supports groups of rows without a bias: add the bias"
+            " afterwards"
         )
     if offs is None:
         return mat_a @ mat_b
@@ -205,9 +205,9 @@ def grouped_mm(
 
 
 def _plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether these operands are LNSTensors of one format whose shapes the fast path takes.
+    """Return whether these operands are LNSTensors of one format and fit the fast path.
 
-    They have at least two, two, and one dimensions, and fit.
+    They must have at least two, two, and exactly one dimension, and matching sizes.
     """
     if not (
         isinstance(input, LNSTensor) and isinstance(weight, LNSTensor) and input.fmt == weight.fmt

@@ -1,13 +1,13 @@
-"""Losses, which leave LNS: they decode their arguments, and encode the gradient they give back.
+"""Losses: they decode their arguments to float32, and encode the gradient that they return.
 
-A loss is a number for people and for the first gradient; its softmax spans more octaves than a
-narrow format has, and the literature's recipes compute it in float32. So these functions of an
-LNSTensor return float32 tensors. ``softmax`` itself is not among them: inside a network it is LNS
+A loss is a number for people and the start of the backward pass. Its softmax spans more octaves
+than a narrow format has, and the recipes in the literature compute it in float32. So these
+functions return float32 tensors. ``softmax`` itself is not among them: inside a network it is LNS
 (:mod:`lns_ops.tensor.ops.attention`).
 
-The gradient of a mean over n terms is n times smaller, and what is encoded on the way back
-underflows sooner: in lns12 entries below ``n 2^-16`` of a term's own gradient are lost. Where that
-is more than :data:`LOST` a warning says so.
+The gradient of a mean over n terms is n times smaller, so it underflows sooner when it is encoded:
+in lns12 entries below ``n 2^-16`` of a term's own gradient are lost. If that limit is more than
+:data:`LOST`, the loss warns.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ LOSSES = (
 
 
 LOST = 2.0**-10
-"""The smallest part of a term's gradient that a mean must keep."""
+"""The smallest fraction of a term's gradient that a mean must preserve."""
 _OF_CLASSES = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
-"""The losses with one term for each place beside dimension 1."""
+"""Losses with one term for each position; dimension 1 holds the classes."""
 
 
 def _warn_of_mean(function: Callable[..., Any], x: Any, reduction: str) -> None:
@@ -47,10 +47,10 @@ def _warn_of_mean(function: Callable[..., Any], x: Any, reduction: str) -> None:
         return
     of_classes = function in _OF_CLASSES and x.dim() and x.numel()
     terms = x.numel() // (x.shape[min(1, x.dim() - 1)] if of_classes else 1)
-    # not while shapes are symbols
+    # skipped while shapes are symbolic
     if isinstance(terms, int) and terms > 1 and terms * x.fmt.smallest > LOST:
         warnings.warn(
-            f"{function.__name__}: the gradient of a mean over {terms:,} terms loses what is below"
+            f"{function.__name__}: the gradient of a mean over {terms:,} terms loses entries below"
             f" {terms * x.fmt.smallest:.2g} of a term's own to underflow in {x.fmt}: use"
             f" reduction='sum' with lr / {terms}, or multiply the loss by a power of two (Adam"
             " needs no other lr, SGD one that is as many times smaller)",
@@ -82,7 +82,7 @@ def linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Return the cross-entropy of an LNS product ``[N, C, ...]`` and a target.
 
-    The product is never cut into chunks, which is all that ``options`` are about.
+    The product is not computed in chunks, so ``options``, which control them, have no effect.
     """
     classes = linear_weight.shape[:-1]
     bias = None if linear_bias is None else linear_bias.flatten()

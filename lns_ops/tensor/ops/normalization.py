@@ -1,13 +1,13 @@
 """Batch, layer, group, instance and root-mean-square normalization, in LNS, with one gradient.
 
-:mod:`lns_ops.functional.normalization` has the equations. Over the dimensions that are averaged the
-last ones go first, so for images: positions, then examples. Sums go in the contract's order, means
-are rounded and so subtracted twice, the root is a power of one rounding. Weight and bias are an LNS
-product and an LNS sum behind it.
+:mod:`lns_ops.functional.normalization` has the equations. Averages run over the last dimensions
+first, so for images first over positions, then over examples. Sums use the contract's order. Means
+are rounded and therefore subtracted twice; the root is a power that is rounded once. Weight and
+bias are applied by an LNS product and an LNS sum.
 
-Running statistics of BatchNorm stay float32 buffers: they are averages over steps with a factor of
-0.1, which an LNS update would stop following within some per cent, and nothing of the gradient
-passes through them. In evaluation they are encoded.
+Running statistics of BatchNorm stay float32 buffers. They are averages over steps with a factor of
+0.1; an LNS update would stop a few per cent short, and no gradient passes through them. In
+evaluation they are encoded.
 
 Sources: S. Ioffe, C. Szegedy 2015 (arXiv:1502.03167); J. L. Ba et al. 2016 (arXiv:1607.06450); Y.
 Wu, K. He 2018 (arXiv:1803.08494); B. Zhang, R. Sennrich 2019 (arXiv:1910.07467).
@@ -42,9 +42,10 @@ from lns_ops.tensor.registry import replaces
 class _Normalize(torch.autograd.Function):
     """The normalization of :mod:`lns_ops.functional.normalization` and its gradients.
 
-    ``shape`` is that in which weight and bias meet ``x``. It also returns the codes of the mean and
-    its rest (empty for RMSNorm) and of the variance, and stand-ins for ``y`` and ``s``, of which
-    its gradient is made: second derivatives come back here as gradients of these two.
+    ``shape`` is the shape in which weight and bias broadcast to ``x``. It also returns the codes of
+    the mean and its rest (empty for RMSNorm) and of the variance, and placeholders for ``y`` and
+    ``s``, from which the gradient is computed. Second derivatives arrive here as gradients of the
+    placeholders.
     """
 
     @staticmethod
@@ -83,12 +84,12 @@ class _Normalize(torch.autograd.Function):
 
 
 def _without_memory(codes: Tensor) -> Tensor:
-    """Return a float tensor that stands for codes in the graph, of one element in memory."""
+    """Return a float tensor that represents codes in the graph, with one element of memory."""
     return codes.new_empty_strided(codes.shape, [0] * codes.dim(), dtype=torch.float32)
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """The LNSTensor of codes whose gradient goes to what stands for it in the graph."""
+    """An LNSTensor with given codes whose gradient goes to the placeholder in the graph."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, codes: Tensor, fmt: LNSFormat) -> LNSTensor:
@@ -102,11 +103,11 @@ class _InPlaceOf(torch.autograd.Function):
 def _composed(
     ctx: Any, grad: Tensor | None, of_y: Tensor | None, of_scale: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``x``, weight and bias by operations that have gradients themselves.
+    """Return the gradients of ``x``, weight and bias, by differentiable operations.
 
-    Of a gradient of ``y weight + bias`` they have the bits of
+    For a gradient of ``y weight + bias`` they have the bits of
     :func:`lns_ops.functional.normalization.normalization_backward`; ``y`` and ``s`` may have
-    gradients as well, for ``ds/dx = -s^2 y / n``.
+    gradients as well, because ``ds/dx = -s^2 y / n``.
     """
     *codes, weight, bias, y, scale = ctx.saved_tensors
     in_place_of: Callable[..., LNSTensor] = _InPlaceOf.apply
@@ -135,12 +136,12 @@ def _composed(
 
 
 def _folded(x: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return sums over what a parameter, seen as ``shape``, was repeated along, in its shape."""
+    """Sum over the dimensions along which a parameter, viewed as ``shape``, was broadcast."""
     return x.sum_to_size(parameter.reshape(shape).shape).reshape(parameter.shape)
 
 
 def _mean(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return means over the last dimensions first, then over the others, which stay as ones."""
+    """Return means over ``dims``, the last ones first; they remain as dimensions of size 1."""
     for stage in stages(tuple(dims), x.dim()):
         x = x.mean(stage, keepdim=True)
     return x
@@ -152,15 +153,15 @@ def _normalized(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, and the statistics in codes.
 
-    These are the mean, the rest of the mean, and the variance, in codes of ``fmt.of_squares``.
-
-    The mean is subtracted only if ``centred``, else both are empty; the first is multiplied by
-    ``weight`` and has ``bias`` added, as they are in ``shape``. Of an empty ``x`` all are empty.
+    The statistics are the mean, the rest of the mean, and the variance, in codes of
+    ``fmt.of_squares``. The mean is subtracted only if ``centred``; otherwise mean and rest are
+    empty. The result is multiplied by ``weight``, and ``bias`` is added, both viewed as ``shape``.
+    For an empty ``x`` all results are empty.
     """
     given = [parameter for parameter in (weight, bias) if parameter is not None]
-    if not isinstance(x, LNSTensor):  # floats that meet an LNS weight
+    if not isinstance(x, LNSTensor):  # a float input with an LNS weight
         x = LNSTensor.from_float(x, next(p.fmt for p in given if isinstance(p, LNSTensor)))
-    if not x.codes.numel():  # of no examples, as of an expert that none was sent to
+    if not x.codes.numel():  # no examples, for example an expert that gets none
         none = x.codes.new_empty(0)
         return _affine(x, weight, bias, shape), none, none, none
     fused = all(isinstance(p, LNSTensor) and p.fmt == x.fmt for p in given)
@@ -180,13 +181,13 @@ def _last(input: LNSTensor, normalized_shape: Sequence[int]) -> range:
     """Return the dimensions of ``normalized_shape``, the input's last ones.
 
     Raises:
-        ValueError: there are none, or the input's last sizes are others.
+        ValueError: ``normalized_shape`` is empty or differs from the input's last sizes.
     """
     sizes, first = tuple(normalized_shape), input.dim() - len(normalized_shape)
     if not sizes or first < 0 or tuple(input.shape[first:]) != sizes:
         raise ValueError(
             f"normalized_shape={list(sizes)} for an input of shape {tuple(input.shape)}: must be"
-            " its last sizes, one at least"
+            " its last sizes, at least one"
         )
     return range(first, input.dim())
 
@@ -211,7 +212,7 @@ def rms_norm(
 ) -> Tensor:
     """Normalize by the root mean square (RMSNorm) over the last dimensions.
 
-    ``eps`` is float32's epsilon unless given.
+    ``eps`` defaults to float32's epsilon.
     """
     dims = _last(input, normalized_shape)
     eps = torch.finfo(torch.float32).eps if eps is None else eps
@@ -242,7 +243,7 @@ def _track(
 ) -> None:  # fmt: skip
     """Update ``running = (1 - factor) running + factor batch`` in float32.
 
-    The batch's mean (of two parts) and variance are codes, the latter of so many terms.
+    The batch's mean (in two parts) and variance are codes; the variance is over ``terms`` terms.
     """
     if any(average is not None for average in running):
         track_(running, mean, rest, variance, terms / max(1, terms - 1), factor, fmt)
@@ -280,16 +281,16 @@ def batch_norm(
     input: LNSTensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Normalize over examples and positions (BatchNorm), with F's and torch's signature.
+    """Normalize over examples and positions (BatchNorm), with the signatures of F and of torch.
 
     Running statistics are float32 tensors, updated in training.
     """
     if isinstance(running_mean, LNSTensor) or isinstance(running_var, LNSTensor):
         raise ValueError(
-            "running statistics as LNSTensors: they are float32; convert_ leaves buffers alone,"
-            " keep them so"
+            "running statistics as LNSTensors: they must be float32; convert_ does not change"
+            " buffers, so leave them as they are"
         )
-    if not isinstance(input, LNSTensor):  # of a layer with a forward of its own
+    if not isinstance(input, LNSTensor):  # from a layer with its own forward
         fmt = next(x.fmt for x in (weight, bias) if isinstance(x, LNSTensor))
         input = in_format(input, fmt.bits, fmt.fraction_bits)
     channels = input.shape[1] if input.dim() > 1 else 0
@@ -297,7 +298,7 @@ def batch_norm(
         if values is not None and values.numel() != channels:
             raise ValueError(
                 f"batch norm of {channels} channels with statistics or weights of"
-                f" {values.numel()}: must be as many"
+                f" {values.numel()}: the numbers must be equal"
             )
     if training or running_mean is None:
         return _batch(input, running_mean, running_var, weight, bias, momentum, eps)

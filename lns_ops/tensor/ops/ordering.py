@@ -1,9 +1,9 @@
-"""Operations that only compare, all exact: maxima, minima, clamping, sorting, selection.
+"""Exact operations that only compare: maxima, minima, clamping, sorting, selection.
 
-A code has an integer key that compares as its value does (:func:`lns_ops.functional.order_key`), so
-torch's own integer operations do the work, and :func:`_from_key` turns keys back into codes.
+A code has an integer key that is ordered like its value (:func:`lns_ops.functional.order_key`). So
+torch's integer operations work on keys, and :func:`_from_key` turns keys back into codes.
 
-An infinite limit, threshold or fill stands for the largest magnitude, as in
+An infinite limit, threshold or fill value means the largest magnitude, as in
 ``scores.masked_fill(mask, -inf)`` before a softmax.
 """
 
@@ -30,7 +30,7 @@ def _from_key(key: Tensor, fmt: LNSFormat) -> LNSTensor:
 
 
 def finite(value: Any, fmt: LNSFormat) -> Any:
-    """Return ``value``, an infinite number replaced by the format's largest magnitude."""
+    """Return ``value``, with an infinity replaced by the format's largest magnitude."""
     if isinstance(value, float) and math.isinf(value):
         return math.copysign(fmt.largest, value)
     if (
@@ -57,7 +57,7 @@ def _extremum(func: Any, x: Any, y: Any) -> LNSTensor:
 
 @handles(aten.nextafter.default)
 def _nextafter(func: Any, x: Any, y: Any) -> LNSTensor:
-    """Return the value next to ``x`` on the way to ``y``."""
+    """Return the value next to ``x`` in the direction of ``y``."""
     x, y = _pair(func, x, y)
     key, other = _key(x), _key(y)
     steps = (other > key).to(key.dtype) - (other < key).to(key.dtype)
@@ -84,7 +84,7 @@ def _clamp(
     low, high = low if min is None else min, high if max is None else max
     if hardtanh:
         low, high = -1.0 if low is None else low, 1.0 if high is None else high
-    if not isinstance(x, LNSTensor):  # integers, between LNS limits
+    if not isinstance(x, LNSTensor):  # integers, clamped between LNS limits
         x, _ = _pair(func, x, low if isinstance(low, LNSTensor) else high)
     key = _key(x)
     if low is not None:
@@ -95,11 +95,11 @@ def _clamp(
 
 
 def _inner(bound: Any, fmt: LNSFormat, inwards: int) -> Any:
-    """Return a bound that rounds to 0, 1 or -1, and so excludes no more what it is to exclude, as
-    the next value ``inwards``; any other as it is.
+    """If a bound rounds to 0, 1 or -1 and would no longer exclude it, return the next value
+    ``inwards``; otherwise return the bound unchanged.
 
-    ``clamp(max=1 - 1e-4)`` keeps values off 1, where the derivative of acos is infinite, and
-    ``clamp(min=1e-8)`` off 0, where the logarithm is.
+    ``clamp(max=1 - 1e-4)`` excludes 1, where the derivative of acos is infinite, and
+    ``clamp(min=1e-8)`` excludes 0, where the logarithm is infinite.
     """
     if type(bound) is not float or not math.isfinite(bound):
         return bound
@@ -162,10 +162,10 @@ def _compare(func: Any, x: Any, y: Any) -> Tensor:
 
 
 def _between_keys(y: float, fmt: LNSFormat, func: Any) -> int:
-    """Return where a number without a code of its own stands among the doubled keys, or 0.
+    """Return the position of a number without its own code among the doubled keys, or 0.
 
-    That is an infinite one, and in comparisons by size one that is below the smallest magnitude:
-    zero is below ``1e-6``, though both have the code of zero.
+    These are infinite numbers, and, in comparisons by size, numbers below the smallest magnitude:
+    zero is less than ``1e-6``, although both have the code of zero.
     """
     by_size = func.overloadpacket.__name__ not in ("eq", "ne")
     if math.isinf(y):
@@ -208,7 +208,7 @@ def _aminmax(
 
 @handles(aten.nan_to_num.default)
 def _nan_to_num(func: Any, x: LNSTensor, *args: Any) -> LNSTensor:
-    """Return the values as they are: there is no NaN to replace."""
+    """Return the values unchanged: LNS has no NaN to replace."""
     return LNSTensor(x.codes.clone(), x.fmt)
 
 
@@ -228,13 +228,13 @@ def _logical(func: Any, x: Any, y: Any) -> Tensor:
     aten.logical_xor_.default,
 )  # fmt: skip
 def _write_truth(func: Any, x: Tensor, *others: Any) -> Tensor:
-    """Write 1 where a comparison holds and 0 elsewhere, as ``x.gt_(0)``."""
+    """Write 1 where a comparison holds and 0 elsewhere, as ``x.gt_(0)`` does."""
     return x.copy_(parts_of(func)[2](x, *others))
 
 
 @handles(aten.hardshrink.default, aten.softshrink.default)
 def _shrink(func: Any, x: LNSTensor, lambd: float = 0.5) -> LNSTensor:
-    """Return zero where ``|x| <= lambd``; beyond, ``x`` or ``x`` less ``lambd`` with its sign."""
+    """Return 0 where ``|x| <= lambd``, elsewhere ``x``, or ``x`` moved towards 0 by ``lambd``."""
     beyond = (x.codes & x.fmt.field_mask) > operands(func, x, lambd)[1]
     shrunk = x.codes
     if func is aten.softshrink.default:

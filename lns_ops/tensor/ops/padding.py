@@ -1,7 +1,7 @@
 """Padding by reflection and replication, and interpolation.
 
-Padding gathers along one dimension after the other; its gradient adds up what was gathered from one
-place, in the contract's order. Nearest-neighbour interpolation is a gather as well; linear
+Padding gathers along one dimension after the other; its gradient sums the values that were gathered
+from one place, in the contract's order. Nearest-neighbour interpolation is a gather as well; linear
 interpolation is a product with encoded weights along each dimension.
 """
 
@@ -35,7 +35,7 @@ def _places(
     """Return the input position of each output position, per padded dimension, the last first.
 
     Raises:
-        ValueError: a reflection longer than what it reflects.
+        ValueError: reflection padding is not shorter than the dimension.
     """
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     each = [(-1 - i, x.shape[-1 - i], before, after) for i, (before, after) in enumerate(pairs)]
@@ -43,7 +43,7 @@ def _places(
         if rule is _reflected and max(before, after) >= length:
             raise ValueError(
                 f"padding {(before, after)} by reflection of dimension {d} with {length} values:"
-                " must be fewer than these; pad less, or with mode='replicate'"
+                " must be fewer than these; pad less, or use mode='replicate'"
             )
     return [
         (d, rule(torch.arange(-before, length + after, device=x.device), length))
@@ -92,7 +92,7 @@ def _linear(
 ) -> Tensor:
     result: Tensor = x
     for d, (wanted, scale) in enumerate(zip(sizes, scales, strict=True), start=2):
-        unit = torch.eye(x.shape[d])[None]  # on the CPU, so that weights are the same everywhere
+        unit = torch.eye(x.shape[d])[None]  # on the CPU, so that all devices get the same weights
         how: Any = {"size": wanted} if scale is None else {"scale_factor": scale}
         weights = F.interpolate(unit, mode="linear", align_corners=align_corners, **how)[0]
         result = (

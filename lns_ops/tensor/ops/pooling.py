@@ -1,9 +1,10 @@
-"""Pooling: maxima are exact; averages are a sum in the contract's order over the encoded count.
+"""Pooling: maxima are exact; averages are a sum in the contract's order divided by the count.
 
-Gradients of maxima go to the position that was chosen, sums of several in the contract's order. An
-adaptive average is a product with a matrix of zeros and inverse counts along each dimension, so its
-gradient is one too. Counts are of any size, and sums are not stored before they are divided. The
-shares of overlapping windows are added in a format of a wider range, where there is one.
+The gradient of a maximum goes to the chosen position; several gradients for one position are summed
+in the contract's order. An adaptive average is a product with a matrix of zeros and inverse counts
+along each dimension, and so is its gradient. Counts may exceed the format's range, and sums are not
+stored before they are divided. The gradients of overlapping windows are added in a format with a
+wider range, if there is one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _MAXIMA = {
 
 @handles(*_MAXIMA)
 def _max_pool(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> tuple[LNSTensor, Tensor]:
-    # float32 holds the keys exactly, and every torch kernel of pooling takes it.
+    # float32 represents the keys exactly, and every pooling kernel of torch supports it.
     _, indices = func(lns.order_key(x.codes, x.fmt).to(torch.float32), *args, **kwargs)
     return LNSTensor(_chosen(x.codes, indices, _MAXIMA[func]), x.fmt), indices
 
@@ -108,7 +109,7 @@ def _full(value: Any, dims: int) -> tuple[int, ...]:
 def _extra(
     size: Sequence[int], positions: Sequence[int], kernel: Any, stride: Any, padding: Any
 ) -> list[int]:
-    """Return the padding that ``ceil_mode`` asks for behind the input, beyond the symmetric one."""
+    """Return the extra padding at the end that ``ceil_mode`` needs."""
     each = zip(size, positions, kernel, stride, padding, strict=True)
     return [max(0, (n - 1) * s + k - length - p) for length, n, k, s, p in each]
 
@@ -123,7 +124,7 @@ def _counts(
 ) -> NDArray[np.float64]:
     """Return how many values each position averages, in the shape ``positions``.
 
-    It is no tensor, so that compiled code knows the numbers.
+    It is a NumPy array, so that the numbers are constants in compiled code.
     """
     total = np.ones(())
     for length, n, k, s, p in zip(size, positions, kernel, stride, padding, strict=True):
@@ -169,24 +170,24 @@ def _divided(
     override: Any,
     fmt: LNSFormat,
 ) -> Tensor:
-    """Return codes ``[..., *positions]`` over the number of values at each position."""
+    """Return codes ``[..., *positions]`` divided by the number of values at each position."""
     number = override
     if not number:
         counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
         number = counts.flat[0]
         if (counts != number).any():
             return unclamped.divided(codes, _by_counts(x, counts), fmt)
-    return binary(aten.div.Tensor, LNSTensor(codes, fmt), float(number)).codes  # stays off a GPU
+    return binary(aten.div.Tensor, LNSTensor(codes, fmt), float(number)).codes  # no copy to a GPU
 
 
 def _average(
     taps: Tensor, x: Tensor, positions: Any, kernel: Any, stride: Any, padding: Any,
     include_pad: bool, override: Any, fmt: LNSFormat,
 ) -> Tensor:  # fmt: skip
-    """Return the sums of taps over the number of values at each position, clamped once.
+    """Return the sums of taps divided by the number of values at each position, clamped once.
 
-    Where the sum has left the range it is the mean of all taps times their number. Whether it has
-    is looked at on a CPU only, because a GPU would be waited for.
+    If the sum has left the range, it is the mean of all taps times their number. This is checked
+    only on a CPU, because the check would wait for a GPU.
     """
     counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
     if not override and (counts == len(taps)).all():
@@ -252,10 +253,10 @@ def _avg_pool_backward(
 
 
 def _spread(share: Tensor, shape: Any, kernel: Any, stride: Any, padding: Any) -> Tensor:
-    """Return the gradient of windows that do not overlap: each input has that of its window, or 0.
+    """Return the gradient of windows that do not overlap: each input gets its window's, or 0.
 
-    A sum with one term is the term, so these are the bits of :func:`conv.input_gradient`, which
-    would look at every place of the window for every input.
+    A sum of one term is that term, so the bits are the same as with :func:`conv.input_gradient`,
+    which would visit every place of the window for every input.
     """
     codes = share
     for d, (width, step, before) in enumerate(zip(kernel, stride, padding, strict=True), start=2):
@@ -268,7 +269,7 @@ def _spread(share: Tensor, shape: Any, kernel: Any, stride: Any, padding: Any) -
 
 
 def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:
-    """Return which inputs each output of an adaptive average takes, and their number."""
+    """Return the inputs of each output of an adaptive average, and their numbers."""
     spans = [range(i * length // outputs, -(-(i + 1) * length // outputs)) for i in range(outputs)]
     return [[int(j in span) for j in range(length)] for span in spans], [
         len(span) for span in spans
@@ -278,7 +279,7 @@ def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:
 def adaptive_average(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
     """Average nearly equal parts of each of the last ``dims`` dimensions.
 
-    There are as many parts as outputs; they may overlap.
+    There is one part for each output; parts may overlap.
     """
     sizes = _full(output_size, dims) if isinstance(output_size, int) else tuple(output_size)
     result: Tensor = x
@@ -289,7 +290,7 @@ def adaptive_average(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
             result = result.mean(d, keepdim=True)
         elif wanted != length:
             matrix, counts = _belongs(length, wanted)
-            if max(counts) > x.fmt.most_scale:  # whose inverse may have no code
+            if max(counts) > x.fmt.most_scale:  # its inverse may have no code
                 spans = [(row.index(1), n) for row, n in zip(matrix, counts, strict=True)]
                 parts = [result.narrow(d, i, n).mean(d, keepdim=True) for i, n in spans]
                 result = torch.cat(parts, d)
@@ -313,7 +314,7 @@ for _dims, _functions in {
 
 
 def _in_float64(function: Any) -> Any:
-    """Return a function that squares: as norms are, computed in float64 and rounded once."""
+    """Return a function with squares, computed in float64 and rounded once, as norms are."""
 
     def computed(input: Any, *args: Any, **kwargs: Any) -> Any:
         values = function(input.to_float().double(), *args, **kwargs)

@@ -1,16 +1,16 @@
-"""LSTM, GRU and plain recurrent networks and their cells, composed of LNS operations.
+"""LSTM, GRU and plain recurrent networks and their cells, composed of LNS products, sums, sigmoids
+and tanhs.
 
-These are products, sums, sigmoids and tanhs.
+torch's own networks are written in C++ and would compute the derivatives of sigmoid and tanh from
+the rounded results; here they are computed from the arguments. The input is multiplied by its
+weights in one matrix product for all steps. Equations and the order of the gates are those of
+torch.nn.LSTM, GRU and RNN; initial states that are plain tensors are encoded. A batch of sequences
+is processed like a packed one: step by step, each with the sequences that have not ended, the
+longest first.
 
-torch's own are written in C++ and would take the derivatives of sigmoid and tanh from their rounded
-results; these take them from their arguments. The products of the input with its weights are one
-matrix product for all steps. Equations and the order of the gates are those of torch.nn.LSTM, GRU
-and RNN; initial states that are plain tensors are encoded. A batch of sequences is worked on as a
-packed one: step by step, each as many sequences as have not ended, the longest first.
-
-Sequences of several lengths (torch.nn.utils.rnn) are padded to one, or packed: torch's own write
-values into a new float tensor, which would turn LNS into float32 unasked. Here torch packs
-integer positions, by which the values are then gathered.
+Sequences of different lengths (torch.nn.utils.rnn) are padded or packed. torch's own functions
+write into a new float tensor, which would silently convert LNS to float32. So here torch packs
+integer positions, and the values are gathered by them.
 
 Sources: S. Hochreiter, J. Schmidhuber 1997; K. Cho et al. 2014 (arXiv:1406.1078); projections: H.
 Sak et al. 2014 (arXiv:1402.1128).
@@ -65,7 +65,7 @@ def _relu_step(
 
 
 def _encoded(x: Tensor, like: Tensor) -> Tensor:
-    """Return ``x`` in the format of ``like``; as it is where that is float32 (scope ``matmul``)."""
+    """Return ``x`` in the format of ``like``; unchanged if that is float32 (scope ``matmul``)."""
     if isinstance(x, LNSTensor) or not isinstance(like, LNSTensor):
         return x
     return LNSTensor.from_float(x, like.fmt)
@@ -91,11 +91,11 @@ def _direction(
     ended: list[tuple[Tensor, ...]] = []
     for t in reversed(range(len(sizes))) if reverse else range(len(sizes)):
         running = len(state[0])
-        if sizes[t] > running:  # backwards: sequences begin
+        if sizes[t] > running:  # backwards: sequences start
             state = tuple(
                 torch.cat([s, f[running : sizes[t]]]) for s, f in zip(state, first, strict=True)
             )
-        elif sizes[t] < running:  # forwards: sequences have ended
+        elif sizes[t] < running:  # forwards: sequences end
             ended.append(tuple(s[sizes[t] :] for s in state))
             state = tuple(s[: sizes[t]] for s in state)
         state = step(from_input[t], F.linear(state[0], w_h, b_h), state)
@@ -207,7 +207,7 @@ _cell(torch.rnn_relu_cell, _relu_step, 1)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``y_o = sum over i, j of x1_i w_oij x2_j + b_o``.
 
-    The sum over i is a product, then that over j.
+    The sum over i is computed first, as a matrix product, then the sum over j.
     """
     outputs, first, second = weight.shape
     rows = F.linear(input1.reshape(-1, first), weight.transpose(1, 2).reshape(-1, first))
@@ -221,9 +221,8 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 @replaces(_compat.pack_padded_sequence)
 def pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Pack ``[T, B, ...]`` of descending lengths into ``[N, ...]`` and the sequences per step.
-
-    With ``batch_first`` the input is ``[B, T, ...]``.
+    """Pack ``[T, B, ...]`` of descending lengths into ``[N, ...]``; also return the number of
+    sequences in each step. With ``batch_first`` the input is ``[B, T, ...]``.
     """
     places = torch.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
     packed, sizes = _compat.pack_padded_sequence(places, lengths, batch_first)

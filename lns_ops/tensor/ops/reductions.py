@@ -1,21 +1,22 @@
 """Sums, means, variances, norms and matrix products, in the contract's order.
 
-A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the
-encoded count before its sum is stored, so it never saturates. The variance is ``mean d^2 n / (n -
-correction)`` of what is left of x when its mean is subtracted twice (the mean is rounded, so the
-first difference has a mean of its own); the one-pass formula subtracts numbers that rounding has
-made nearly equal. The variance is held in the format of squares
-(:attr:`lns_ops.LNSFormat.of_squares`), so that a standard deviation is right wherever it lies in
-the range; a variance itself saturates.
+A sum of more than ``LONG_SUM`` terms is split (:func:`lns_ops.functional.sum`). A mean divides by
+the count before its sum is stored, so it never saturates. The variance is ``mean d^2 n / (n -
+correction)``, where d is x with its mean subtracted twice: the mean is rounded, so the first
+difference has a mean of its own. The one-pass formula would subtract numbers that rounding has made
+nearly equal. The variance is stored in the format of squares
+(:attr:`lns_ops.LNSFormat.of_squares`), so that a standard deviation is right in the whole range; a
+variance itself saturates.
 
-A norm squares: 0.003 squared underflows in lns12, yet 100,000 such values have norm 0.95. So a norm
-is summed in float64 and rounded once. That of a whole tensor counts how often each magnitude occurs
-(:func:`lns_ops.functional.norm`) and has the same bits on every device; the others depend on the
-order in which a device adds float64 numbers, which changes a code about once in 10^12 times.
+A norm squares its terms: 0.003 squared underflows in lns12, yet 100,000 such values have the norm
+0.95. So norms are summed in float64 and rounded once. The norm of a whole tensor counts how often
+each magnitude occurs (:func:`lns_ops.functional.norm`) and has the same bits on every device. Other
+norms depend on the order in which a device adds float64 numbers, which changes a code about once in
+10^12 times.
 
-The gradient of a norm or standard deviation at 0 is 0, as torch's is, though its formula divides by
-the value there. So norms and ``std`` have their own gradient formulas; that of plain ``sqrt`` at 0
-raises, as other divisions by zero do.
+The gradient of a norm or standard deviation at 0 is 0, as in torch, although its formula divides by
+the value there. So norms and ``std`` have their own gradient formulas. The gradient of plain
+``sqrt`` at 0 raises, as other divisions by zero do.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from lns_ops.tensor.registry import aten, handles, replaces, torchs
 
 
 def dimensions(x: LNSTensor, dim: Any) -> list[int]:
-    """Return dimensions as whole numbers from 0; all of them for None and [].
+    """Return dimensions as nonnegative numbers; all dimensions for None and [].
 
     Raises:
-        IndexError: there is no such dimension.
-        RuntimeError: a dimension is named twice.
+        IndexError: a dimension does not exist.
+        RuntimeError: a dimension occurs twice.
     """
     count = x.dim()
     dims = range(count) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    most = max(count, 1)  # a number takes dimensions 0 and -1
+    most = max(count, 1)  # a scalar accepts dimensions 0 and -1
     for each in dims:
         if not -most <= each < most:
             raise IndexError(
@@ -85,7 +86,7 @@ def _sum(
 def _cumsum(func: Any, x: LNSTensor, dim: int, *, dtype: Any = None) -> LNSTensor:
     """Return cumulative sums: entry k is the sum of the first k + 1 terms, bit for bit.
 
-    They are products with a triangle of ones, whose zeros are skipped.
+    They are products with a triangular matrix of ones; its zeros are skipped.
     """
     if not x.dim() or not x.numel():
         return LNSTensor(x.codes.clone(), x.fmt)
@@ -127,7 +128,8 @@ def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[T
     freedom = count - (1 if correction is None else correction)
     if freedom <= 0:
         raise ValueError(
-            f"a variance of {count} values, correction {correction}: LNS has no NaN; leave it out"
+            f"a variance of {count} values, correction {correction}: is not defined, and LNS has no"
+            " NaN; leave it out"
         )
     variance = binary(aten.mul.Tensor, LNSTensor(squares, x.fmt.of_squares), count / freedom).codes
     return variance, LNSTensor(mean.reshape(variance.shape), x.fmt)
@@ -169,7 +171,7 @@ def _std_mean(
 
 @handles(aten.mm.default, aten.bmm.default)
 def matmul(func: Any, x: Any, y: Any) -> LNSTensor:
-    """Return the product of two matrices or two batches of them."""
+    """Return the product of two matrices or of two batches."""
     x_codes, y_codes, fmt = operands("matmul", x, y)
     return LNSTensor(lns.matmul(x_codes, y_codes, fmt, accumulation=get_matmul_accumulation()), fmt)
 
@@ -242,11 +244,9 @@ def _norm(
 
 
 def _summed(x: Tensor, ord: float, dims: list[int] | None, keepdim: bool) -> Tensor:
-    """Return the norm in float64, computed from quotients so that no power leaves float64.
+    """Return the norm in float64, computed from quotients so that no power leaves float64's range.
 
-    Values are divided by the largest number, for negative orders by the smallest.
-
-    For negative orders the quotients are by the smallest number.
+    Values are divided by the largest magnitude, or by the smallest for negative orders.
     """
     if ord == 0 or not x.numel():
         return torch.linalg.vector_norm(x, ord, dims, keepdim)  # type: ignore[no-any-return]
@@ -262,9 +262,8 @@ def _norms(func: Any, tensors: list[LNSTensor], ord: Any = 2, dtype: Any = None)
 
 
 class _Norm(torch.autograd.Function):
-    """The norm ``n = (sum |x|^p)^(1/p)`` and its gradient.
-
-    It is ``dn/dx = sign(x) (|x| / n)^(p - 1)``, and 0 where n is.
+    """The norm ``n = (sum |x|^p)^(1/p)``, with ``dn/dx = sign(x) (|x| / n)^(p - 1)``, and 0 if n
+    is 0.
     """
 
     @staticmethod
@@ -279,7 +278,7 @@ class _Norm(torch.autograd.Function):
         x, norm = ctx.saved_tensors
         sign, p, zero = x.detach().sgn(), ctx.p, norm == 0
         if p >= 1 and p == round(p):
-            odd = [(sign, 1.0)] if p % 2 else []  # whose power p - 1 has no sign
+            odd = [(sign, 1.0)] if p % 2 else []  # then the power p - 1 has no sign
             powers = [(grad, 1.0), (x, p - 1), (norm, 1 - p), *odd]
             return slope(powers, x.fmt, x.shape).masked_fill(zero, 0.0), None, None
         ratio = sign * x / norm.masked_fill(norm == 0, 1.0)
@@ -317,7 +316,7 @@ def _old_norm(
 
 @replaces(weight_norm)
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """Return ``g v / |v|``, the norm taken over all dimensions but ``dim`` (all of them for -1).
+    """Return ``g v / |v|``, the norm taken over all dimensions except ``dim`` (all for -1).
 
     Source: T. Salimans, D. Kingma 2016 (arXiv:1602.07868).
     """
@@ -325,13 +324,13 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     if not are_chained(v, g) or not isinstance(g, LNSTensor) or not isinstance(v, LNSTensor):
         product: Tensor = v * (g / length)
         return product
-    lns.div(g.codes, length.codes, v.fmt)  # refuses zero
+    lns.div(g.codes, length.codes, v.fmt)  # raises for zero
     return chain([(v, 1.0), (g, 1.0), (length, -1.0)], v.fmt)
 
 
 @replaces(torch.norm_except_dim)
 def norm_except_dim(v: LNSTensor, pow: int = 2, dim: int = 0) -> Any:
-    """Return the norm over all dimensions but ``dim``, which stay as ones (all of them for -1)."""
+    """Return the norm over all dimensions except ``dim`` (all for -1), which become size 1."""
     if dim == -1:
         return vector_norm(v, pow)
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
@@ -363,7 +362,7 @@ def linalg_norm(
     out: Any = None,
     dtype: Any = None,
 ) -> Any:
-    """Return ``torch.linalg.norm``; matrix norms other than Frobenius' are torch's."""
+    """Return ``torch.linalg.norm``; matrix norms other than Frobenius' use torch's function."""
     reduced = A.dim() if dim is None else len(dimensions(A, dim))
     if ord in (None, "fro") or reduced == 1:
         return vector_norm(A, 2 if ord in (None, "fro") else ord, dim, keepdim, out=out)
@@ -375,7 +374,7 @@ def matrix_norm(
     A: LNSTensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *,
     dtype: Any = None, out: Any = None
 ) -> Any:  # fmt: skip
-    """Return ``torch.linalg.matrix_norm``; norms other than Frobenius' are torch's."""
+    """Return ``torch.linalg.matrix_norm``; norms other than Frobenius' use torch's function."""
     if ord == "fro":
         return vector_norm(A, 2, dim, keepdim, out=out)
     return torchs(torch.linalg.matrix_norm, A, ord, dim, keepdim, out=out, dtype=dtype)
@@ -392,14 +391,14 @@ def normalize(
 
 
 def centred(x: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``x`` less its mean, and less what the rounding of that has left."""
+    """Return ``x`` minus its mean, minus the remaining mean that is left by rounding."""
     for _ in range(2):
         x = x - mean(x)
     return x
 
 
 class _Moment(torch.autograd.Function):
-    """The variance over ``dims``, whose gradient is ``2 (x - mean) / (n - correction)``."""
+    """The variance over ``dims``, with the gradient ``2 (x - mean) / (n - correction)``."""
 
     @staticmethod
     def forward(
@@ -414,17 +413,17 @@ class _Moment(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad = grad.reshape([1 if d in ctx.dims else n for d, n in enumerate(x.shape)])
         rest = centred(x, lambda x: x.mean(ctx.dims, keepdim=True))
-        if not isinstance(ctx.freedom, (int, float)):  # of traced sizes
+        if not isinstance(ctx.freedom, (int, float)):  # a traced size
             return 2.0 / ctx.freedom * grad * rest, None, None, None
         factors = [(grad, 1.0), (rest, 1.0)]
         return slope(factors, x.fmt, x.shape, 2.0 / ctx.freedom), None, None, None
 
 
 class _Deviation(torch.autograd.Function):
-    """The standard deviation ``s`` over ``dims``, whose gradient where it is 0 is 0.
+    """The standard deviation ``s`` over ``dims``, whose gradient is 0 if ``s`` is 0.
 
-    Its gradient ``g`` times ``(x - mean) / s / (n - correction)`` needs no variance, which may lie
-    beyond the format's range.
+    The gradient, ``g (x - mean) / s / (n - correction)``, does not need the variance, which may be
+    outside the format's range.
     """
 
     @staticmethod
@@ -446,7 +445,7 @@ class _Deviation(torch.autograd.Function):
         if isinstance(freedom, (int, float)):
             factors = [(grad, 1.0), (rest, 1.0), (deviation, -1.0)]
             found: Tensor = slope(factors, x.fmt, x.shape, over=freedom)
-        else:  # of traced sizes
+        else:  # a traced size
             root = freedom**0.5
             normal = rest / deviation.masked_fill(zero, 1.0)
             found = normal * (grad / root) / (freedom / root)
@@ -457,9 +456,9 @@ def _options(
     dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None,
     axis: Any = None, keepdims: bool = False,
 ) -> tuple[Any, float, bool]:  # fmt: skip
-    """Return ``dim``, ``correction`` and ``keepdim`` of torch's signatures of ``std``.
+    """Return ``dim``, ``correction`` and ``keepdim`` from the signatures of ``std`` and ``var``.
 
-    Those of ``var`` are the same. Dimensions are a list, or None for all.
+    Dimensions are a list, or None for all.
     """
     if isinstance(dim, bool):
         dim, unbiased = None, dim
@@ -471,7 +470,7 @@ def _options(
 
 
 def _with_own_gradient(made: Any, *functions: Any) -> Callable[..., Any]:
-    """Replace torch's ``functions`` by one that a :class:`torch.autograd.Function` makes."""
+    """Replace torch's ``functions`` by one that uses a :class:`torch.autograd.Function`."""
 
     def moment(input: LNSTensor, *args: Any, **kwargs: Any) -> Any:
         dim, *options = _options(*args, **kwargs)
@@ -481,7 +480,7 @@ def _with_own_gradient(made: Any, *functions: Any) -> Callable[..., Any]:
 
 
 def _beside_mean(moment: Callable[..., Any], function: Any) -> None:
-    """Replace a function of torch's that returns the mean as well."""
+    """Replace a torch function that also returns the mean."""
 
     @replaces(function)
     def both(input: LNSTensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:

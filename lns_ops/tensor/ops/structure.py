@@ -1,12 +1,11 @@
-"""Operations that move values without changing them: torch's own, on the codes.
+"""Operations that move values without changing them: torch's own operations, applied to the codes.
 
-Zero is code 0, so padding with zeros is such an operation, too.
+Zero has the code 0, so padding with zeros is such an operation, too.
 
-What reaches for a tensor's memory comes to the codes as well: the float32 memory that torch takes
-an LNSTensor to have does not exist. Sharing it between processes and replacing it (``x.data = y``,
-``x.set_(y)``, ``vector_to_parameters``) are done to the codes. Its storage, which safetensors'
-``save_model`` and Accelerate's ``save_state`` ask for, is refused: 4 bytes a value would be read
-where there are 2.
+Operations on a tensor's memory also use the codes, because the float32 memory that torch expects
+does not exist. Sharing memory between processes and replacing it (``x.data = y``, ``x.set_(y)``,
+``vector_to_parameters``) act on the codes. Access to the storage, which safetensors' ``save_model``
+and Accelerate's ``save_state`` need, raises, because they would read 4 bytes a value instead of 2.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ _METHODS: dict[Any, Callable[..., Tensor]] = {
     aten.expand.default: Tensor.expand, aten.unsqueeze.default: Tensor.unsqueeze,
     aten.squeeze.dim: Tensor.squeeze, aten.select.int: Tensor.select,
 }  # fmt: skip
-"""The most frequent views, as methods, which take a third of the time of operators."""
+"""The most frequent views as methods, which take a third of the time of operators."""
 
 
 @handles(*_METHODS)
@@ -99,7 +98,7 @@ def _parts(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> list[LNSTensor
 def _joined(func: Any, tensors: list[Tensor], *dim: int) -> Tensor:
     formats = {t.fmt for t in tensors if isinstance(t, LNSTensor)}
     if len(formats) > 1 and not any(t.dim() for t in tensors):
-        # norms of gradients of several formats, which clip_grad_norm_ stacks
+        # clip_grad_norm_ stacks norms of gradients in several formats
         return func([in_float32(t) for t in tensors], *dim)  # type: ignore[no-any-return]
     fmt = next(t.fmt for t in tensors if isinstance(t, LNSTensor))
     empty = LNSTensor(torch.zeros((), dtype=torch.int16), fmt)
@@ -124,17 +123,17 @@ def _padded(func: Any, x: LNSTensor, padding: list[int], value: Any = 0) -> LNST
 
 @handles(aten._to_copy.default)
 def _to_copy(func: Any, x: LNSTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    """Return a copy; the values, in a dtype that is not float32."""
+    """Return a copy; for a dtype other than float32, a copy of the decoded values."""
     if dtype not in (None, torch.float32):
         return func(_values_for(x, dtype), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
     codes = func(x.codes, **kwargs)
-    if not codes.is_cuda:  # the host has waited for them, unless told not to
+    if not codes.is_cuda:  # the host has waited for the copy, unless it is non-blocking
         raise_seen(x.codes.get_device())
     return LNSTensor(codes, x.fmt)
 
 
 def _values_for(x: LNSTensor, dtype: torch.dtype) -> Tensor:
-    """Return the values that go into another dtype: integers, where it is one of integers."""
+    """Return the values for another dtype; for an integer dtype, with integers restored."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return in_float32(x)
     return taken_out(x.codes, x.fmt)
@@ -150,7 +149,7 @@ _DTYPES = {
 
 @replaces_untraced(torch.Tensor.type)
 def type_of(self: LNSTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
-    """Return torch's name of the type, or the values in another one, as ``Tensor.type``."""
+    """Return torch's name of the type, or the values in another type, as ``Tensor.type`` does."""
     like = torch.empty(0, device=self.device)
     if dtype is None:
         return like.type()
@@ -159,7 +158,7 @@ def type_of(self: LNSTensor, dtype: Any = None, non_blocking: bool = False) -> A
 
 @replaces(torch.Tensor.to, torch.Tensor.type_as)
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Convert as ``Tensor.to``; another dtype than float32 takes the values out of LNS."""
+    """Convert as ``Tensor.to`` does; any dtype other than float32 decodes the values."""
     wanted = [
         a.dtype if isinstance(a, Tensor) else a
         for a in (*args, *kwargs.values())
@@ -196,9 +195,9 @@ def integer(self: LNSTensor) -> int:
     aten.new_empty_strided.default,
 )
 def _zeros(func: Any, x: LNSTensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Return zeros as memory for results.
+    """Return zeros for an operator that allocates memory.
 
-    Memory is never left uninitialized, because not every word is a code.
+    Memory is never left uninitialized, because not every int16 word is a code.
     """
     if dtype not in (None, torch.float32):
         return func(x.codes, *args, dtype=dtype, **kwargs)
@@ -274,10 +273,11 @@ def _bernoulli(func: Any, x: LNSTensor, p: float, *, generator: Any = None) -> L
 
 @replaces_untraced(sample_dirichlet)
 def dirichlet(concentration: LNSTensor, generator: Any = None) -> Tensor:
-    """Draw shares whose LNS sum is exactly one, as torch.distributions checks of a value.
+    """Draw shares whose LNS sum is exactly one, which torch.distributions checks.
 
-    A quotient by a sum moves all codes alike, so the sum of the quotients is exact. Shares are
-    positive: the least is an octave above the smallest magnitude, so that no quotient underflows.
+    Dividing by the sum shifts all codes by the same amount, so the sum of the quotients is exact.
+    Shares are positive: the smallest one is an octave above the smallest magnitude, so that no
+    quotient underflows.
     """
     values = sample_dirichlet(concentration.to_float(), generator)
     fixed = values.detach()
@@ -287,7 +287,7 @@ def dirichlet(concentration: LNSTensor, generator: Any = None) -> Tensor:
 
 
 def _float32_like(x: LNSTensor) -> Tensor:
-    """Return an empty tensor with the strides of ``x``: torch draws in the order of memory."""
+    """Return an empty tensor with the strides of ``x``, because torch draws in memory order."""
     return torch.empty_like(x.codes, dtype=torch.float32)
 
 
@@ -324,7 +324,7 @@ def _pin_memory(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor
 
 
 def _batch(examples: Any, *, collate_fn_map: Any = None) -> Tensor:
-    """Stack examples for DataLoader, whose workers would stack values into float32 memory."""
+    """Stack examples for DataLoader, whose workers would otherwise use float32 shared memory."""
     return torch.stack(examples)
 
 
@@ -333,7 +333,7 @@ collate_functions[LNSTensor] = _batch
 
 @handles(aten._nested_tensor_from_mask_left_aligned.default)
 def _left_aligned(func: Any, x: Tensor, mask: Tensor) -> bool:
-    """Return False: there are no nested LNSTensors, so torch keeps to the padded ones."""
+    """Return False: nested LNSTensors do not exist, so torch uses padded ones."""
     return False
 
 
@@ -355,30 +355,30 @@ def _scattered(func: Any, x: LNSTensor, source: Any, *args: Any, **kwargs: Any) 
 
 @replaces_untraced(torch.Tensor.apply_)
 def apply_(self: LNSTensor, function: Any) -> LNSTensor:
-    """Set each value to ``function(value)``, in float32, encoded once."""
+    """Set each value to ``function(value)``, computed in float32 and encoded once."""
     self.copy_(self.to_float().cpu().apply_(function))
     return self
 
 
 @replaces_untraced(torch.Tensor.share_memory_)
 def share_memory_(self: LNSTensor) -> LNSTensor:
-    """Move the codes to shared memory, as ``Tensor.share_memory_``."""
+    """Move the codes to shared memory, as ``Tensor.share_memory_`` does."""
     self.codes.share_memory_()
     return self
 
 
 @replaces_untraced(torch.Tensor.is_shared)
 def is_shared(self: LNSTensor) -> bool:
-    """Return whether the codes are in shared memory, as ``Tensor.is_shared``."""
+    """Return whether the codes are in shared memory, as ``Tensor.is_shared`` does."""
     shared: bool = self.codes.is_shared()
     return shared
 
 
 def _source(name: str, x: Any, source: Any) -> LNSTensor:
-    """Return ``source`` if ``x`` may take its memory.
+    """Return ``source`` if ``x`` can take over its memory.
 
     Raises:
-        ValueError: it is no LNSTensor of the format of ``x``.
+        ValueError: ``source`` is not an LNSTensor in the format of ``x``.
     """
     if isinstance(x, LNSTensor) and isinstance(source, LNSTensor) and source.fmt == x.fmt:
         return source
@@ -389,12 +389,12 @@ def _source(name: str, x: Any, source: Any) -> LNSTensor:
     dtype = None if isinstance(source, LNSTensor) else source.dtype
     if isinstance(x, LNSTensor) and dtype in (torch.float16, torch.bfloat16, torch.float64):
         raise ValueError(
-            f"{name} of {target} to {kind}: LNS has formats in place of dtypes, so double(),"
-            " half(), bfloat16() and to(dtype) of a converted module are refused; leave the call"
-            " out, or turn the module back by lns_ops.revert_ first"
+            f"{name} of {target} to {kind}: LNS has formats instead of dtypes, so double(),"
+            " half(), bfloat16() and to(dtype) of a converted module are refused; remove the call,"
+            " or turn the module back by lns_ops.revert_ first"
         )
     raise ValueError(
-        f"{name} of {target} to {kind}: memory changes hands between tensors of one format; convert"
+        f"{name} of {target} to {kind}: only tensors of the same format can share memory; convert"
         " first (LNSTensor.from_float(value, x.fmt), x.to_float()), or write values with"
         " x.copy_(value)"
     )
@@ -402,7 +402,7 @@ def _source(name: str, x: Any, source: Any) -> LNSTensor:
 
 @replaces_untraced(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(self: LNSTensor, value: Tensor) -> None:
-    """Assign ``x.data = value``: shape, strides and memory are those of ``value`` from then on."""
+    """Assign ``x.data = value``: ``x`` takes over shape, strides and memory of ``value``."""
     source = _source("data", self, value)
     with DisableTorchFunction():
         torch.Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
@@ -414,7 +414,7 @@ def _set(func: Any, x: Any, value: Any) -> Any:
     source = _source("set_", x, value)
     func(x.codes, source.codes)
     with no_dispatch():
-        func(x, source)  # shape and strides of the wrapper
+        func(x, source)  # updates shape and strides of the wrapper
     return x
 
 
@@ -427,48 +427,48 @@ def _set(func: Any, x: Any, value: Any) -> Any:
 )
 def _refused(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"{func} of an LNSTensor: not every word of memory is a code; make the codes (x.codes,"
+        f"{func} of an LNSTensor: not every word of memory is a code; create the codes (x.codes,"
         " int16) and LNSTensor(codes, x.fmt)"
     )
 
 
 @replaces_untraced(torch.Tensor.storage)
 def storage(self: LNSTensor) -> NoReturn:
-    """Refuse ``Tensor.storage``, to which all that asks for the memory's address falls back.
+    """Reject ``Tensor.storage``, to which all functions that read the memory's address fall back.
 
-    ``untyped_storage`` stays, as an identity for the compiler.
+    ``untyped_storage`` works, because the compiler uses it to identify tensors.
 
     Raises:
         ValueError: always.
     """
     raise ValueError(
-        f"storage of an LNSTensor in {self.fmt}: it has no float32 memory, its memory is that of"
+        f"storage of an LNSTensor in {self.fmt}: it has no float32 memory, only the memory of"
         " x.codes. To save a model's codes: lns_ops.serialization.save_file(model.state_dict(),"
         " path) instead of safetensors' functions, or torch.save (for Accelerate"
         " safe_serialization=False); to save its values: model.save_pretrained(path,"
-        " state_dict=lns_ops.serialization.to_floats(model.state_dict())), which convert_ makes"
-        " the same codes of"
+        " state_dict=lns_ops.serialization.to_floats(model.state_dict())), from which convert_"
+        " makes the same codes"
     )
 
 
 def _uses(self: LNSTensor) -> int:
-    """Return how many hold a parameter, of which ``nn.Module.to`` asks as it moves it.
+    """Return the reference count of a parameter, which ``nn.Module.to`` reads when it moves it.
 
-    It asks of the parameter, then of the one that has the moved values, and swaps the two: the
-    second gets the gradient hooks of the first, which nobody would call otherwise.
+    torch reads it for the parameter, then for the parameter with the moved values, and swaps the
+    two. The second one gets the gradient hooks of the first, which would be lost otherwise.
 
     Raises:
-        ValueError: a graph holds it, and would train what the module no longer has.
+        ValueError: an autograd graph holds the parameter, and would train the old one.
     """
     count = use_count(self)
-    if count > 2:  # itself, and where its gradient ends
+    if count > 2:  # itself, and its AccumulateGrad node
         raise ValueError(
             f"LNS parameter of shape {tuple(self.shape)}: is held by the graph of an earlier"
             " forward pass, so the module cannot be moved (to, cpu, float, share_memory): delete"
             " outputs and losses first (del out, loss; keep loss.item(), out.detach()), compute"
             " them under torch.no_grad(), or move the module before"
         )
-    asks = sys._getframe(2).f_locals  # of torch.utils.swap_tensors(t1, t2)
+    asks = sys._getframe(2).f_locals  # the locals of torch.utils.swap_tensors(t1, t2)
     first = asks.get("t1")
     if isinstance(first, LNSTensor) and asks.get("t2") is self and not has_tensor_hooks(self):
         share_tensor_hooks(first, self)

@@ -208,7 +208,7 @@ def test_table_frame_and_picture(tmp_path: Path) -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"lr=0.1 and an optimizer: both say what an update is"):
+    with pytest.raises(ValueError, match=r"lr=0.1 and an optimizer: both define the update"):
         analyze(
             net(),
             batch(),

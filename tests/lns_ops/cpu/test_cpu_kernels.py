@@ -307,7 +307,7 @@ def test_a_shared_kernel_refuses_what_one_thread_refuses() -> None:
         pytest.skip("torch has no OpenMP of GNU's here")
     code = elementwise_kernels.mul.code((np.empty(0, np.int16), np.empty(0, np.int16)))
     wrong = np.zeros(4, np.float32)
-    with pytest.raises(TypeError, match="needs contiguous ones"):
+    with pytest.raises(TypeError, match="needs contiguous one-dim"):
         code.shared(bytes(16), 2, wrong, wrong, wrong, 0, 0, 0, 0)  # type: ignore[attr-defined]
 
 

@@ -248,7 +248,7 @@ def test_arrays_unlike_the_signature_are_refused() -> None:
         CODES[:1].reshape(1, 1),
     ):
         with pytest.raises(
-            TypeError, match=r"kernel gather_gemm.widen: arrays of .*; needs contiguous ones"
+            TypeError, match=r"kernel gather_gemm.widen: arrays of .*; needs contiguous one-dim"
         ):
             gather_gemm.widen.code((x, out))(x, out, *numbers)
     assert not out.any()

@@ -408,9 +408,9 @@ def test_published_limits() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("float64", "format 'float64': there is none of that name; there are float32"),
+        ("float64", "format 'float64': unknown; formats are float32"),
         ("lns13", "format 'lns13': not one of lns16"),
-        ("int8/row", "what follows / must be one of tensor, channel, block; use for"),
+        ("int8/row", "the part after / must be one of tensor, channel, block; use for"),
         (
             "int8/block",
             "granularity='block': must be one of tensor, channel; use for example int8/",
@@ -418,10 +418,10 @@ def test_published_limits() -> None:
         ("int16", "int16: scaled integers have 2 to 12 bits"),
         ("fixed(30,8)", "bits=30: fixed point has 2 to 24 bits"),
         ("fixed(8,200)", "fraction_bits=200"),
-        ("fixed(8)", "there is none of that name"),
-        ("bfloat16/tensor", "has float32's range, a scale would change nothing; use bfloat16"),
+        ("fixed(8)", "unknown; formats are"),
+        ("bfloat16/tensor", "has float32's range, so a scale would change nothing; use bfloat16"),
         ("mxfp8/tensor", "has a scale of its own"),
-        ("mxint4", "there is none of that name"),
+        ("mxint4", "unknown; formats are"),
         ("nvfp4/channel", "nvfp4 has a scale of its own; use nvfp4 as it is"),
         (7, "format 7: must be a name"),
     ],

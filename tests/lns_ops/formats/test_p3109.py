@@ -110,14 +110,14 @@ def test_values_and_rounding_are_gfloats(k: int, p: int, end: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("binary8p8", "binary8p8: precision=8 must lie from 1 to 7, which leaves a bit of exponent;"
+        ("binary8p8", "binary8p8: precision=8 must be from 1 to 7, which leaves a bit of exponent;"
          " use for example binary8p4"),
-        ("binary8p0sf", "binary8p0sf: precision=0 must lie from 1 to 7"),
-        ("binary2p1", "binary2p1: width=2 must lie from 3 to 16; use for example binary8p3"),
-        ("binary16p3", "binary16p3: 13 bits of exponent must be at most 7, as float32 carries no"
+        ("binary8p0sf", "binary8p0sf: precision=0 must be from 1 to 7"),
+        ("binary2p1", "binary2p1: width=2 must be from 3 to 16; use for example binary8p3"),
+        ("binary16p3", "binary16p3: 13 bits of exponent must be at most 7, because float32 has no"
          " more; use for example binary16p9"),
         ("binary8p3ue", "binary8p3ue: an unsigned format has no negative numbers, which weights"),
-        ("binary8", "format 'binary8': there is none of that name"),
+        ("binary8", "format 'binary8': unknown; formats are"),
     ],
 )  # fmt: skip
 def test_bad_names_are_refused(name: str, said: str) -> None:

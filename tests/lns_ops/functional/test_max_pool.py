@@ -33,7 +33,7 @@ def test_any_window(data: st.DataObject) -> None:
         x.to_float(), kernel, stride, padding, dilation, ceil_mode, return_indices=True
     )
     if wanted.isinf().any():
-        with pytest.raises(ValueError, match="a window lies in the padding alone"):
+        with pytest.raises(ValueError, match="a window is entirely in the padding"):
             F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
         return
     values, places = F.max_pool2d(
@@ -76,7 +76,7 @@ def test_a_proper_operator_and_bad_windows() -> None:
     ):
         assert torch.equal(got, wanted)
     for width, spread in ((1, 2), (3, 4)):
-        with pytest.raises(ValueError, match="a window lies in the padding alone"):
+        with pytest.raises(ValueError, match="a window is entirely in the padding"):
             F.max_pool2d(LNSTensor(codes[..., :1, :width], lns12), [1, 2], 1, [0, 1], [1, spread])
     lowest = LNSTensor.from_float(torch.full((1, 1, 40, 40), -lns16.largest), lns16)
     assert F.max_pool2d(lowest, 33, return_indices=True)[1].item() == 0

@@ -181,7 +181,7 @@ def test_an_optimizer_made_before_convert_is_refused_at_its_step(
     early = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
     convert_(model, lns16, scope="everywhere")
     model(torch.randn(5, 6)).sum().backward()
-    with pytest.raises(ValueError, match=rf"{OLD}.*make the optimizer after"):
+    with pytest.raises(ValueError, match=rf"{OLD}.*create the optimizer after"):
         early.step()
     late = SGD(model.parameters(), lr=0.1)
     late.step()
@@ -251,7 +251,7 @@ class Tied(nn.Module):
 def test_ties_that_a_conversion_would_cut_are_refused(fmt: object, filter_fn: object) -> None:
     model = Tied()
     with pytest.raises(
-        ValueError, match=r"'embedding' and 'head' share the parameter weight.*alike"
+        ValueError, match=r"'embedding' and 'head' share the parameter weight.*same way"
     ):
         convert_(model, fmt, "everywhere", filter_fn)  # type: ignore[arg-type]
     assert model.head.weight is model.embedding.weight
@@ -270,7 +270,7 @@ def test_ties_that_two_conversions_would_cut_are_refused() -> None:
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"replaced: something kept the old one .*tied"):
         model.head(torch.randn(2, 4)).sum().backward()
-    with pytest.raises(ValueError, match=f"{OLD}.*ties"):
+    with pytest.raises(ValueError, match=f"{OLD}.*share it"):
         optimizer.step()
 
 
@@ -284,8 +284,8 @@ def test_ties_do_not_matter_to_products() -> None:
 def test_formats_that_no_layer_would_get_are_refused(scope: str) -> None:
     for fmt, said in (
         ({}, r"fmt={}.*there are '0', '2'"),
-        ({"*": "lns16", "0": "lns12"}, r"'0' is that of no layer: '\*' before.*specific.*first"),
-        ({"0": "lns8", "2": "lns16", "[02]": "lns12"}, r"'\[02\]' is that of no.*'0', '2' before"),
+        ({"*": "lns16", "0": "lns12"}, r"'0' applies to no layer: '\*' before.*specific.*first"),
+        ({"0": "lns8", "2": "lns16", "[02]": "lns12"}, r"'\[02\]' applies to no.*'0', '2' before"),
     ):
         model = net()
         with pytest.raises(ValueError, match=said):

@@ -222,7 +222,7 @@ def test_quantized_layers_stay_with_a_note() -> None:
         assert type(got) is torch.Tensor
         assert (got - exact).norm() <= 0.1 * exact.norm()  # including steps of 8 bits
         notes = summary(model).splitlines()[4:6]
-        reason = "stays integers: its weights are those of torch.ao.quantization"
+        reason = "stays integers: its weights are quantized by torch.ao.quantization"
         assert notes == [f"1 {reason}", f"2 {reason}"]
         revert_(model)
         exact = first(model(x))

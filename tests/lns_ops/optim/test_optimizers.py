@@ -392,7 +392,7 @@ def test_groups_of_lars_and_lamb_need_not_adapt() -> None:
         ("Lion", {"lr": 0.1}, "beta2=0.99: rounds to 1 in lns8"),
         ("Lion", {"lr": 0.1, "betas": (0.9, 0.9, 0.9)}, "betas"),
         ("LARS", {"lr": 0.1, "momentum": 0.5, "trust_coefficient": 0.0}, "trust_coefficient=0.0"),
-        ("LARS", {"lr": 0.1, "momentum": 0.0, "nesterov": True}, "nothing to look ahead with"),
+        ("LARS", {"lr": 0.1, "momentum": 0.0, "nesterov": True}, "momentum needs a momentum"),
         (
             "LARS",
             {"lr": 0.1, "momentum": 0.5, "weight_decay": 1e-9},
@@ -407,7 +407,7 @@ def test_groups_of_lars_and_lamb_need_not_adapt() -> None:
         ("ASGD", {"lambd": -1.0}, "lambd=-1.0"),
         ("Adadelta", {"weight_decay": -1.0}, "weight_decay=-1.0"),
         ("Adamax", {"lr": 1e-9}, "lr=1e-09: underflows"),
-        ("SGD", {"lr": 0.1, "nesterov": True}, "nothing to look ahead with"),
+        ("SGD", {"lr": 0.1, "nesterov": True}, "momentum needs a momentum"),
         ("Lion", {"arithmetic": "float64"}, "arithmetic='float64': must be one of lns, float32"),
         ("Adamax", {"kahan_sum": True, "stochastic_rounding": True}, "one is enough; choose one"),
     ],

@@ -239,8 +239,8 @@ def test_compensation_cannot_begin_without_what_it_needs() -> None:
         SGD([weight], lr=0.1).init_compensation([torch.ones(3)])
     optimizer = SGD([weight], lr=0.1, kahan_sum=True)
     with pytest.raises(
-        ValueError, match=r"shapes \[\(4,\)\]: must be those of the parameters, \[\(3,\)\]"
+        ValueError, match=r"shapes \[\(4,\)\]: must match the parameters' shapes, \[\(3,\)\]"
     ):
         optimizer.init_compensation([torch.ones(4)])
-    with pytest.raises(ValueError, match="parameters without names"):
+    with pytest.raises(ValueError, match="without parameter names"):
         optimizer.init_compensation({"weight": torch.ones(3)})

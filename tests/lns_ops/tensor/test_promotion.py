@@ -229,7 +229,7 @@ def test_modules_that_own_only_buffers_stay_float32_and_the_summary_counts() -> 
     model(torch.randn(5, 8)).sum().backward()
     assert promotion.encoded_by["mul"] >= 2
     counted = f"mul {promotion.encoded_by['mul']}"
-    assert summary(model).splitlines()[-1].startswith("float tensors encoded where they met LNS")
+    assert summary(model).splitlines()[-1].startswith("float tensors encoded to combine them")
     assert counted in summary(model).splitlines()[-1]
 
 

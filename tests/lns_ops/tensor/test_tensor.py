@@ -280,7 +280,7 @@ def test_errors_name_value_rule_and_remedy() -> None:
         torch.i0(x)
     with pytest.raises(NonFiniteError, match="NaN or infinity"):
         LNSTensor.from_float(torch.tensor([float("nan")]), lns12)
-    with pytest.raises(ValueError, match=r"division by zero.*in lns12 a number below 1.5e-05"):
+    with pytest.raises(ValueError, match=r"division by zero.*in lns12 numbers below 1.5e-05"):
         x / 0
     with pytest.raises(ValueError, match=r"add of shapes \(3,\) and \(2,\): they do not broadcast"):
         x + random((2,), lns12)
@@ -342,7 +342,7 @@ def test_powers_of_tensors() -> None:
     exact = torch.tensor([2**0.5, 0.25, 4.0, -0.5, 0.0, 1.0, 1.0, lns16.largest])
     assert ((got - exact).abs() <= half_ulp(lns16) * exact.abs()).all()
     for base, exponent in ((-2.0, 0.5), (0.0, -1.0)):
-        with pytest.raises(ValueError, match="pow of a negative number to no whole power"):
+        with pytest.raises(ValueError, match="pow of a negative number to a fractional power"):
             LNSTensor.from_float(torch.tensor([base]), lns16) ** LNSTensor.from_float(
                 torch.tensor([exponent]), lns16
             )

@@ -299,7 +299,7 @@ def test_gradients_by_autograd_grad() -> None:
     zeros = torch.autograd.grad((x * 2).sum(), (x, y), materialize_grads=True)[1]
     assert not zeros.codes.any()
     with pytest.raises(
-        RuntimeError, match=r"shape \(4,\): only that of a scalar is 1; pass the gradient"
+        RuntimeError, match=r"shape \(4,\): it defaults to 1 only for a scalar; pass the gradient"
     ):
         (x * 2).backward()
 

@@ -1,7 +1,7 @@
-"""Products of powers of LNSTensors, differentiable, with nothing stored between the factors.
+"""Differentiable products of powers of LNSTensors, without storing intermediate products.
 
-Gradients of quotients, powers and norms are such products. What torch's formulas store on the way,
-as ``(a / b) / b``, may leave a narrow format's range although the gradient does not.
+Gradients of quotients, powers and norms are such products. Intermediate results of torch's
+formulas, such as ``(a / b) / b``, may leave a narrow format's range although the gradient does not.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient
 
 Factors = Sequence[tuple[Tensor, float]]
-"""Tensors and the powers that they are raised to."""
+"""Tensors and their exponents."""
 
 
 class Chain(torch.autograd.Function):
-    """A product: ``number / over`` times tensors of one format raised to powers, broadcast.
+    """A product: ``number / over`` times broadcast tensors of one format raised to powers.
 
-    ``made`` computes the result of the tensors. A tensor whose power is None is added to the
-    product. The derivative by a factor is a product of the same kind, so it has derivatives of
-    every order.
+    ``made`` computes the result from the tensors. A tensor with the power None is added to the
+    product. The derivative by a factor is a product of the same kind, so derivatives of every
+    order exist.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class Chain(torch.autograd.Function):
 def chain(factors: Factors, fmt: LNSFormat, number: float = 1.0, over: float = 1.0) -> LNSTensor:
     """Return ``number / over`` times tensors raised to powers, clamped once.
 
-    A zero factor makes it zero, also one of a negative power: callers refuse or mask those.
+    A zero factor makes the result zero, even with a negative power: callers reject or mask these.
     """
     powers = tuple(p for _, p in factors if p)
 
@@ -91,10 +91,10 @@ def chained(
 def slope(
     factors: Factors, fmt: LNSFormat, shape: torch.Size, number: float = 1.0, over: float = 1.0
 ) -> LNSTensor:
-    """Return a gradient for an operand of ``shape``, which may have been repeated: a sum of chains.
+    """Return a gradient for an operand of ``shape``, which may be broadcast: a sum of chains.
 
-    The first factor is the incoming gradient, which may have another format. What is to be
-    differentiated in its turn is not summed: the engine does that.
+    The first factor is the incoming gradient, which may have another format. For double backward
+    the gradient is not summed here; the engine does that.
     """
     (grad, _), *others = factors
     grad = gradient(grad, fmt)
@@ -105,7 +105,7 @@ def slope(
 
 
 class OverCounts(torch.autograd.Function):
-    """Quotients by whole numbers from 1 on, which count in full beyond the format's range."""
+    """Quotients by integers of at least 1, which are exact even beyond the format's range."""
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, counts: Tensor) -> LNSTensor:
@@ -119,7 +119,7 @@ class OverCounts(torch.autograd.Function):
 
 
 def are_chained(*tensors: Any) -> bool:
-    """Return whether gradients of these are taken here, and not by a transform or forward mode."""
+    """Return whether these gradients are computed here, not by a transform or forward mode."""
     return (
         torch.is_grad_enabled()
         and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)

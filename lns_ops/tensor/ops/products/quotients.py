@@ -1,9 +1,10 @@
 """Quotients and powers whose gradients are clamped once, by :mod:`.chains`.
 
-torch's formulas store ``(a / b) / b`` and ``(1 / b) (1 / b)``, which underflow in narrow formats
-where the gradient does not: of ``10 / 2000`` with an incoming gradient of 1,000 it is -0.0025, and
-``10 / 2000 / 2000`` is zero in lns12. Products are exact, so where nothing leaves the range these
-are the bits of torch's formulas. Functions in place write the result of those out of place.
+torch's formulas store ``(a / b) / b`` and ``(1 / b) (1 / b)``. In narrow formats these can
+underflow although the gradient does not. For ``10 / 2000`` with an incoming gradient of 1,000 the
+gradient is -0.0025, but ``10 / 2000 / 2000`` is zero in lns12. Products are exact, so if nothing
+leaves the range the bits are the same as with torch's formulas. In-place functions write the
+out-of-place result.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _quotient(x: LNSTensor, y: LNSTensor) -> LNSTensor:
 
 
 def _inverse(number: float, y: LNSTensor) -> LNSTensor:
-    # a number below the range counts as zero
+    # a number below the range becomes zero
     factor = number if lns.number_code(number, y.fmt) else 0.0
     return chained(lambda y: binary(aten.div.Tensor, number, y), [y], (-1,), factor)
 
@@ -52,13 +53,13 @@ class _InverseRoot(torch.autograd.Function):
 
 
 class _Power(Chain):
-    """``x^p`` for a number p, with ``dx = p dz x^(p - 1)``, which has no value at 0 for p < 1."""
+    """``x^p`` for a number p, with ``dx = p dz x^(p - 1)``, undefined at 0 for p < 1."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         fmt, (p,), _, _ = ctx.options
         if p and p < 1:
-            power(ctx.saved_tensors[0].codes, p - 1, fmt)  # refuses zero
+            power(ctx.saved_tensors[0].codes, p - 1, fmt)  # raises for zero
         return Chain.backward(ctx, grad)
 
 
@@ -72,7 +73,7 @@ def _powered(x: LNSTensor, p: float) -> Any:
 class _PowerOfEach(torch.autograd.Function):
     """``x^y`` of two tensors, with ``dx = dz y x^(y - 1)`` and ``dy = dz x^y log x``.
 
-    ``y`` may hold whole numbers. At a zero ``x`` the latter is 0, as torch's is.
+    ``y`` may be an integer tensor. For ``x = 0``, ``dy`` is 0, as in torch.
     """
 
     @staticmethod
@@ -85,7 +86,7 @@ class _PowerOfEach(torch.autograd.Function):
         x, y = ctx.saved_tensors
         (wanted_x, wanted_y), fmt, dx, dy = ctx.needs_input_grad, x.fmt, None, None
         grad = gradient(grad, fmt)
-        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+        if torch.is_grad_enabled():  # the gradient itself needs a gradient (double backward)
             if wanted_x:
                 dx = (grad * (y * x.pow(y - 1))).masked_fill(y == 0, 0.0)
             if wanted_y:
@@ -94,14 +95,14 @@ class _PowerOfEach(torch.autograd.Function):
         exponents = exponents_of(y, fmt, x.codes.device)
         given = unclamped.unpacked(grad.codes, fmt)
         if wanted_x:
-            base = x.codes.masked_fill(exponents == 0, fmt.bias)  # of which 0 is the gradient
+            base = x.codes.masked_fill(exponents == 0, fmt.bias)  # their gradient is 0
             steep = unclamped.times(given, power_parts(base, exponents - 1, fmt))
             factor = LNSTensor.from_float(y, fmt) if not isinstance(y, LNSTensor) else y
             steep = unclamped.times(steep, unclamped.unpacked(factor.codes, fmt))
             dx = LNSTensor(unclamped.folded_parts(steep, x.shape, fmt), fmt)
         if wanted_y:
             log = lookup(x.codes.masked_fill(x.codes == 0, fmt.bias), "log", fmt)
-            result = unclamped.raised_to_each(x.codes, exponents, fmt)  # which forward has checked
+            result = unclamped.raised_to_each(x.codes, exponents, fmt)  # checked by forward
             steep = unclamped.times(given, result)
             steep = unclamped.times(steep, unclamped.unpacked(log, fmt))
             dy = LNSTensor(unclamped.folded_parts(steep, y.shape, fmt), fmt)
@@ -144,7 +145,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _in_one_format(name: str, *tensors: Any) -> list[Any]:
-    """Return tensors as LNSTensors of the format of the first one, those that are none encoded."""
+    """Return tensors as LNSTensors in the format of the first one; floats are encoded."""
     first = next(x for x in tensors if isinstance(x, LNSTensor))
     made = []
     for x in tensors:
@@ -158,7 +159,7 @@ def _in_one_format(name: str, *tensors: Any) -> list[Any]:
 
 
 def _have_one_format(*values: Any) -> bool:
-    """Return whether all are tensors, those in LNS of one format."""
+    """Return whether all are tensors, and the LNSTensors among them have one format."""
     return all(isinstance(x, Tensor) for x in values) and (
         len({x.fmt for x in values if isinstance(x, LNSTensor)}) == 1
     )
@@ -290,12 +291,12 @@ replaces(torch.addcdiv, Tensor.addcdiv)(_with_product(torch.addcdiv, -1))
 
 
 def _in_place(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``own``, a function in place, with the gradient that ``function`` has."""
+    """Return the in-place function ``own`` with the gradient of ``function``."""
 
     def written(input: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(input, LNSTensor) and are_chained(input, *args):
             result = function(input.clone(), *args, **kwargs)
-            if result.shape == input.shape:  # torch's own refuses another
+            if result.shape == input.shape:  # otherwise torch's own function raises
                 return input.copy_(result)
         return torchs(own, input, *args, **kwargs)
 

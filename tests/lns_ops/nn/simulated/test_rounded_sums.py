@@ -285,7 +285,7 @@ def test_other_layers_with_products_are_refused(layer: nn.Module) -> None:
         ),
         ({"format": "binary8p1"}, "format='binary8p1' must be a binary float with a mantissa"),
         ({"format": "lns8"}, "format='lns8' must be a binary float"),
-        ({"format": "float(9,1)"}, "exponent_bits=9 must lie from 2 to 8"),
+        ({"format": "float(9,1)"}, "exponent_bits=9 must be from 2 to 8"),
         ({"block": 0}, "accumulation: block=0 must be a whole number of at least 1; use for"),
         ({"block": 2.5}, "block=2.5 must be a whole number"),
         ({"order": "random"}, "order='random' must be one of sequential, tree; use for example"),

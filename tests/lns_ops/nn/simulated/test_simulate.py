@@ -292,7 +292,7 @@ def test_recurrent_and_attention_layers_are_rounded_at_their_border() -> None:
             lambda: lns_ops.convert_(network(), "bfloat16"),
             "only LNS has scopes; use scope='everywhere'",
         ),
-        (lambda: simulate_(network(), "float7"), "there is none of that name"),
+        (lambda: simulate_(network(), "float7"), "unknown; formats are"),
         (
             lambda: quantize_updates_(SGD(network().parameters(), lr=1.0), network()),
             "call lns_ops.nn.simulate.simulate_ first",
