@@ -42,7 +42,7 @@ from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
 from study.text import printable
-from study.tracking.sqlite import where_damaged
+from study.tracking.sqlite import advice
 from trainers.config.validation import plain
 
 if TYPE_CHECKING:
@@ -456,7 +456,7 @@ def _say_tracking(outcome: Outcome) -> None:
     if outcome.tracking_error:
         _print(
             f"MLflow lacks part of this study ({outcome.tracking_error}); report() sends it"
-            f"{where_damaged(outcome.tracking)}"
+            f"{advice(outcome.tracking, outcome.tracking_error)}"
         )
 
 

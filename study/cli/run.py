@@ -458,7 +458,7 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     from study.report.claims import claims_text
     from study.report.tables import render_text
     from study.tracking.address import how_to_open, naming
-    from study.tracking.sqlite import where_damaged
+    from study.tracking.sqlite import advice
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(f"\n{render_text(outcome.state, width)}")
@@ -478,7 +478,7 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
         again = lns_study("sync", study.slug, *to, storage=storage)
         print(
             f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}"
-            f"{where_damaged(outcome.tracking)}",
+            f"{advice(outcome.tracking, outcome.tracking_error)}",
             file=sys.stderr,
         )
 
