@@ -162,7 +162,7 @@ def test_a_study_trains_while_another_process_locks_the_database(
             assert "database is locked" in outcome.tracking_error
             assert any("is locked by another process" in line for line in said)
             assert any("lns-study sync" in line for line in said)
-            with pytest.raises(ValueError, match="is locked by another process.*fuser"):
+            with pytest.raises(ValueError, match=r"is locked by another process.*fuser"):
                 check_tracking(study.tracking)
     assert sync(study.folder, study.tracking, study.folder.parent / "artifacts", None, print) == ""
     assert is_equal(study)
