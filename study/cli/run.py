@@ -465,9 +465,9 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     if claims := claims_text(read_record(outcome.report).get("claims", [])):
         print(claims)
     print(f"\nReport:  {outcome.report / 'report.html'}")
-    study = outcome.state.config
+    study, name = outcome.state.config, outcome.report.parent.name
     if outcome.tracking == "none":
-        later = lns_study("sync", study.slug, "--tracking-uri", "...", storage=storage)
+        later = lns_study("sync", name, "--tracking-uri", "...", storage=storage)
         print(f"MLflow:  nothing was sent; `{later}` sends it later")
     else:
         print(f"MLflow:  {how_to_open(outcome.tracking, storage, outcome.page)}")
@@ -475,7 +475,7 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
         to = naming(outcome.tracking, storage)
         if not to and outcome.tracking != study.tracking:
             to = ["--tracking-uri", outcome.tracking]
-        again = lns_study("sync", study.slug, *to, storage=storage)
+        again = lns_study("sync", name, *to, storage=storage)
         print(
             f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}"
             f"{advice(outcome.tracking, outcome.tracking_error)}",

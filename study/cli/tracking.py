@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from study.cli.manage import Commands, add_command, print_table
 from study.errors import UserError, refusals
 from study.program import lns_study
+from study.text import NAME, one_line
 from study.tracking.sqlite import advice
 from trainers.files import check_own_folder, write_whole
 
@@ -78,10 +79,12 @@ def _compare(options: argparse.Namespace) -> int:
         found = compare(first, second)
     for state in (first, second):
         if state.damage:
-            print(f"lns-study: {state.config.name}: {state.damage}", file=sys.stderr)
+            print(
+                f"lns-study: {one_line(state.config.name, NAME)}: {state.damage}", file=sys.stderr
+            )
     print_table(["row", "pairs", *found.names, "difference"], lines(found))
-    print(f"\n{verdict(found)}")
-    path = Path(options.output or folder / "report" / f"compared-with-{second.config.slug}.png")
+    print(f"\n{one_line(verdict(found))}")
+    path = Path(options.output or folder / "report" / f"compared-with-{other.name}.png")
     with refusals():
         if not options.output:
             check_own_folder(path.parent)
