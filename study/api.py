@@ -41,7 +41,7 @@ from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.idle_time import remark
 from study.search.agenda import adopt
-from study.text import counted
+from study.text import NAME, counted, one_line
 from study.tracking.address import OFF, how_to_open, page, store_of
 from study.tracking.sinks import Sinks
 from study.tracking.supervisor import NoTracker, Tracker, check_tracking, make_tracker
@@ -455,11 +455,12 @@ def report_study(
     _share(report, say)
     error, where = "", dict[str, str]()
     if state.damage:
-        say(f"{state.config.name}: {state.damage}")
+        say(f"{one_line(state.config.name, NAME)}: {state.damage}")
     elif folder.name != study.slug:
-        say(f"MLflow: nothing was sent; {folder} is a renamed folder, or a copy, of {study.name!r}")
+        named = one_line(study.name, NAME)
+        say(f"MLflow: nothing was sent; {folder} is a renamed folder, or a copy, of {named!r}")
     elif unnamed:
-        say(f"MLflow: nothing was sent; {unnamed}")
+        say(one_line(f"MLflow: nothing was sent; {unnamed}"))
     elif not is_locked(folder) and study.tracking != OFF:
         error, where = sync_study(folder, study, report)
     return _outcome(state, report, study, error, where)

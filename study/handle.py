@@ -41,8 +41,8 @@ from study.report.tables import table_of
 from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
-from study.text import printable
-from study.tracking.sqlite import where_damaged
+from study.text import cut, printable
+from study.tracking.sqlite import advice
 from trainers.config.validation import plain
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Study:
         state = self.state
         counts = ", ".join(f"{count} {status}" for status, count in state.counts().items())
         now = condition(self.folder, state)
-        return printable(f"<Study {state.config.name!r}: {now}; {counts or 'no trials'}>")
+        return printable(cut(f"<Study {state.config.name!r}: {now}; {counts or 'no trials'}>"))
 
     def _repr_html_(self) -> str:
         """Return the study's name, answer and table as HTML for a notebook, with escaped text."""
@@ -456,7 +456,7 @@ def _say_tracking(outcome: Outcome) -> None:
     if outcome.tracking_error:
         _print(
             f"MLflow lacks part of this study ({outcome.tracking_error}); report() sends it"
-            f"{where_damaged(outcome.tracking)}"
+            f"{advice(outcome.tracking, outcome.tracking_error)}"
         )
 
 

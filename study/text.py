@@ -29,9 +29,24 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def one_line(text: str) -> str:
-    """Return a text with spaces for line breaks, so that a label cannot imitate another line."""
-    return " ".join(text.splitlines())
+NAME, CELL, LINE = 80, 300, 2000
+"""Maximum number of characters that are shown of a name, of a table's cell and of a sentence."""
+
+
+def cut(text: str, most: int = LINE) -> str:
+    """Return a text of at most ``most`` characters, with ``...`` in its middle if it is longer.
+
+    Texts in a ledger may come from an untrusted source, and have any length. The end stays, because
+    names often differ there, and errors have their remedy there.
+    """
+    end = most // 3
+    return text if len(text) <= most else f"{text[: most - end - 3]}...{text[-end:]}"
+
+
+def one_line(text: str, most: int = LINE) -> str:
+    """Return a text of at most ``most`` characters with spaces for line breaks, so that a label
+    cannot imitate another line."""
+    return cut(" ".join(text.splitlines()), most)
 
 
 def printable_json(text: str) -> str:

@@ -25,7 +25,7 @@ from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
 from study.errors import StorageError, UserError
 from study.program import NAME, own_version, process_began
-from study.text import PrintableStream
+from study.text import PrintableStream, cut
 from trainers.text import nearest
 
 DESCRIPTION = """\
@@ -76,7 +76,7 @@ def _run(arguments: Sequence[str] | None, began: float) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"lns-study: error: {error}", file=sys.stderr)
+        print(f"lns-study: error: {cut(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, StorageError) else 2
     except BrokenPipeError:  # the reader of a pipe has exited: lns-study plan NAME | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

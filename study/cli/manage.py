@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
-from study.text import counted, duration, one_line, when
+from study.text import CELL, NAME, counted, duration, one_line, when
 from trainers.object_store import local_folder, place_of
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _open(options: argparse.Namespace) -> tuple[Path, StudyState]:
         state = read_whole(folder)
     name = state.config.name
     if state.damage:
-        print(f"lns-study: {name}: {state.damage}", file=sys.stderr)
+        print(f"lns-study: {one_line(name, NAME)}: {state.damage}", file=sys.stderr)
     return folder, state
 
 
@@ -179,7 +179,11 @@ def _list(options: argparse.Namespace) -> int:
         return 0
     lines.sort(key=lambda line: -float(line["time"]))
     cells = [
-        [str(line[key]) for key in ("name", "condition", "trials", "best")] + [when(line["time"])]
+        [
+            one_line(str(line["name"]), CELL if options.plain else NAME),
+            *(str(line[key]) for key in ("condition", "trials", "best")),
+            when(line["time"]),
+        ]
         for line in lines
     ]
     print_table(
@@ -212,7 +216,8 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     limits = state.limits or dataclasses.asdict(state.config.limits)
     set_limits = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
     console.print(
-        f"{state.config.name}: {now}" + (f"; limits: {set_limits}" if set_limits else ""),
+        f"{one_line(state.config.name, NAME)}: {now}"
+        + (f"; limits: {set_limits}" if set_limits else ""),
         markup=False,
         highlight=False,
     )
@@ -450,7 +455,7 @@ def _rerun(options: argparse.Namespace) -> int:
 
 def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:
     """Print a table with aligned columns; with ``plain``, tabs and no headings."""
-    headings, *lines = [list(map(one_line, line)) for line in [headings, *lines]]
+    headings, *lines = [[one_line(cell, CELL) for cell in line] for line in [headings, *lines]]
     if plain:
         for line in lines:
             print("\t".join(cell.replace("\t", " ") for cell in line))

@@ -458,16 +458,16 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     from study.report.claims import claims_text
     from study.report.tables import render_text
     from study.tracking.address import how_to_open, naming
-    from study.tracking.sqlite import where_damaged
+    from study.tracking.sqlite import advice
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(f"\n{render_text(outcome.state, width)}")
     if claims := claims_text(read_record(outcome.report).get("claims", [])):
         print(claims)
     print(f"\nReport:  {outcome.report / 'report.html'}")
-    study = outcome.state.config
+    study, name = outcome.state.config, outcome.report.parent.name
     if outcome.tracking == "none":
-        later = lns_study("sync", study.slug, "--tracking-uri", "...", storage=storage)
+        later = lns_study("sync", name, "--tracking-uri", "...", storage=storage)
         print(f"MLflow:  nothing was sent; `{later}` sends it later")
     else:
         print(f"MLflow:  {how_to_open(outcome.tracking, storage, outcome.page)}")
@@ -475,10 +475,10 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
         to = naming(outcome.tracking, storage)
         if not to and outcome.tracking != study.tracking:
             to = ["--tracking-uri", outcome.tracking]
-        again = lns_study("sync", study.slug, *to, storage=storage)
+        again = lns_study("sync", name, *to, storage=storage)
         print(
             f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}"
-            f"{where_damaged(outcome.tracking)}",
+            f"{advice(outcome.tracking, outcome.tracking_error)}",
             file=sys.stderr,
         )
 

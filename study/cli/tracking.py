@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from study.cli.manage import Commands, add_command, print_table
 from study.errors import UserError, refusals
 from study.program import lns_study
-from study.tracking.sqlite import where_damaged
+from study.text import NAME, one_line
+from study.tracking.sqlite import advice
 from trainers.files import check_own_folder, write_whole
 
 if TYPE_CHECKING:
@@ -78,10 +79,12 @@ def _compare(options: argparse.Namespace) -> int:
         found = compare(first, second)
     for state in (first, second):
         if state.damage:
-            print(f"lns-study: {state.config.name}: {state.damage}", file=sys.stderr)
+            print(
+                f"lns-study: {one_line(state.config.name, NAME)}: {state.damage}", file=sys.stderr
+            )
     print_table(["row", "pairs", *found.names, "difference"], lines(found))
-    print(f"\n{verdict(found)}")
-    path = Path(options.output or folder / "report" / f"compared-with-{second.config.slug}.png")
+    print(f"\n{one_line(verdict(found))}")
+    path = Path(options.output or folder / "report" / f"compared-with-{other.name}.png")
     with refusals():
         if not options.output:
             check_own_folder(path.parent)
@@ -151,7 +154,7 @@ def _sync(options: argparse.Namespace) -> int:
         report = rewrite_report(folder)
     error, where = sync_study(folder, study, report)
     if error:
-        more = where_damaged(study.tracking)
+        more = advice(study.tracking, error)
         print(f"lns-study: MLflow lacks part of {study.name}: {error}{more}", file=sys.stderr)
         return 1
     audits = _audit(folder, study, delete=False)
@@ -197,6 +200,6 @@ def _audit(folder: Path, study: StudyConfig, **changes: bool) -> tuple[Audit, Au
     except ValueError as error:
         raise UserError(str(error)) from None
     except Exception as error:  # any error of the store
-        more = where_damaged(study.tracking)
-        print(f"lns-study: MLflow at {study.tracking}: {reason(error)}{more}", file=sys.stderr)
+        more = advice(study.tracking, why := reason(error))
+        print(f"lns-study: MLflow at {study.tracking}: {why}{more}", file=sys.stderr)
         return None

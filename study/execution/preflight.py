@@ -28,6 +28,7 @@ from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import Excluded, PlannedTrial
 from study.tracking.address import OFF
+from study.tracking.database_file import DatabaseLockedError
 from study.tracking.names import check_loggable
 from study.tracking.sinks import check_sinks
 from study.tracking.supervisor import check_tracking
@@ -59,6 +60,9 @@ def preflight(
         plan: the plan.
         node: process manager of this machine, if there is one: its process reads the data and
             checks the trials, so that this process need not load torch.
+        say: prints one line for the user. A locked database of MLflow is such a warning: the
+            study trains, and sends its runs once the lock is gone.
+        meanwhile: called while another thread reads the data and checks the trials.
 
     Raises:
         ValueError: the first problem that would make the study fail.
@@ -78,7 +82,10 @@ def preflight(
     plan = _without_forbidden(plan, reasons)
     if plan.study.tracking != OFF:
         check_loggable(plan)
-        check_tracking(plan.study.tracking)
+        try:
+            check_tracking(plan.study.tracking)
+        except DatabaseLockedError as locked:  # the writer process waits for it
+            say(f"MLflow: {locked}; training starts without it")
     return plan, [dataclasses.asdict(info) for info in data]
 
 

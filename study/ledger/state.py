@@ -18,7 +18,7 @@ from study.config.keys import apply
 from study.config.search import MOST_VALUES
 from study.ledger.lines import Event
 from study.ledger.slots import Run, follow
-from study.text import one_line
+from study.text import NAME, cut, one_line
 from study.tracking_uri import without_passwords
 from trainers.object_store import is_url
 
@@ -170,9 +170,10 @@ class StudyState:
             self._made = values, (config := StudyConfig.from_dict(values))
             return config
         except (TypeError, ValueError) as error:
+            name = cut(str(values.get("name")), NAME)
             raise ValueError(
-                f"{self.plan['study'].get('name')}: {error}; its config is of another version of"
-                " this package: read it with that one"
+                f"{name}: {error}; its config is of another version of this package: read it with"
+                " that one"
             ) from None
 
     @property
@@ -326,7 +327,7 @@ def _without_commands(values: dict[str, Any]) -> dict[str, Any]:
 def name_of(trial: TrialState) -> str:
     """Return a trial's name for people, in one line: ``lns12 #7, seed 0``."""
     number = "" if trial.number is None else f" #{trial.number}"
-    return f"{one_line(trial.row)}{number}, seed {trial.seed}"
+    return f"{one_line(trial.row, NAME)}{number}, seed {trial.seed}"
 
 
 def fold(events: Iterable[Event]) -> StudyState:

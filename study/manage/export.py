@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from study.config.keys import flatten
 from study.ledger.state import StudyState, TrialState
 from study.results.objectives import SPENT, column_of, objective
-from study.text import one_line, printable
+from study.text import printable
 from trainers.files import write_whole
 
 EXPORTS = ("csv", "json", "jsonl", "parquet")
@@ -144,7 +144,7 @@ def _cell(value: Any) -> Any:
     number, has one line, and its control characters are escaped."""
     if not isinstance(value, str):
         return value
-    text = printable(one_line(value))
+    text = printable(" ".join(value.splitlines()))
     if not value.startswith(FORMULA):
         return text
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from study.claims.record import SAME
 from study.config.claims import BOUNDS
-from study.text import one_line
+from study.text import NAME, one_line
 
 HEADINGS = ("claim", "verdict", "ours (95 %)", "published", "runs", "source", "remark")
 
@@ -42,13 +42,14 @@ def claims_text(claims: Sequence[Mapping[str, Any]]) -> str:
     """Return the verdicts for a terminal, one line each; "" without claims."""
     if not claims:
         return ""
-    name = max(len(claim["name"]) for claim in claims)
+    names = [one_line(claim["name"], NAME) for claim in claims]
+    width = max(map(len, names))
     lines = ["Claims"]
-    for claim in claims:
+    for name, claim in zip(names, claims, strict=True):
         _, outcome, ours, published, *_, remark = claim_cells(claim)
         beside = f"; published {published}" if published != "-" else ""
         why = f" ({remark})" if remark != "-" else ""
-        lines.append(f"  {outcome:<9}  {claim['name']:<{name}}  {ours}{beside}{why}")
+        lines.append(f"  {outcome:<9}  {name:<{width}}  {one_line(f'{ours}{beside}{why}')}")
     return "\n".join(lines)
 
 

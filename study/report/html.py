@@ -21,7 +21,7 @@ from study.results.answer import answer, capital
 from study.results.configurations import condition, configurations, pareto_front, ranked
 from study.results.objectives import diverged, test_value
 from study.results.summary import Summary
-from study.text import printable
+from study.text import cut, printable
 
 
 def render_html(
@@ -45,7 +45,7 @@ def render_html(
         rows=[(cells(row, summary), row.verdict) for row in summary.rows],
         intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],
         protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
-        config=dump(shown_study(state.plan["study"])),
+        config=printable(dump(shown_study(state.plan["study"]))),
         trials=_trial_lines(state, metric), pictures=made.pictures, tables=made.tables, links=where,
         explore=made.explore, claim_headings=CLAIM_HEADINGS,
         claims=[(claim_cells(claim), claim["outcome"]) for claim in claims],
@@ -53,8 +53,8 @@ def render_html(
 
 
 def shown(value: Any) -> Any:
-    """Escape the control characters of a text; return any other value unchanged."""
-    return printable(value) if type(value) is str else value  # Markup is the template's own
+    """Cut a long text and escape its control characters; return any other value unchanged."""
+    return printable(cut(value)) if type(value) is str else value  # Markup is the template's own
 
 
 def interval_lines(summary: Summary) -> dict[str, str]:

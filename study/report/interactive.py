@@ -26,7 +26,7 @@ from study.ledger.state import StudyState, TrialState, name_of
 from study.report.figures.style import COLOURS
 from study.results.objectives import column_of, curve, test_value
 from study.results.statistics import METRIC, labels, measure
-from study.text import printable
+from study.text import cut, printable
 
 MOST_TRIALS = 2000
 MOST_CURVES = 300
@@ -67,11 +67,11 @@ def explore_text(data: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Escape control characters in all texts and keys of a JSON value."""
+    """Cut long texts and keys of a JSON value, and escape their control characters."""
     if isinstance(value, str):
-        return printable(value)
+        return printable(cut(value))
     if isinstance(value, dict):
-        return {printable(name): _shown(each) for name, each in value.items()}
+        return {printable(cut(name)): _shown(each) for name, each in value.items()}
     return [_shown(each) for each in value] if isinstance(value, list) else value
 
 

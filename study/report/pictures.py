@@ -57,6 +57,7 @@ from study.results.statistics import (
 from study.results.summary import Summary
 from study.text import duration
 from study.tracking.address import HOST, PORT, WHERE, is_server, page
+from study.tracking_uri import without_login
 from trainers.files import read_own_json
 
 if TYPE_CHECKING:  # study.report.figures must import matplotlib first
@@ -439,7 +440,7 @@ def links(state: StudyState, folder: Path) -> Links:
     try:
         place: dict[str, Any] = read_own_json(folder / WHERE)
         local = not is_server(place["uri"])
-        base = f"http://{HOST}:{PORT}/" if local else f"{place['uri'].rstrip('/')}/"
+        base = f"http://{HOST}:{PORT}/" if local else f"{without_login(place['uri']).rstrip('/')}/"
         whole = base + page(place["experiment"], place["view"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the file is untrusted
         return Links()

@@ -26,7 +26,7 @@ from study.results.answer import answer, sentences
 from study.results.configurations import configurations, table
 from study.results.objectives import diverged, lacking
 from study.results.summary import Row, Summary, summarise
-from study.text import counted, duration, one_line, when
+from study.text import CELL, counted, duration, one_line, when
 
 HEADINGS = ("row", "{figure}", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
@@ -47,7 +47,7 @@ def render_text(state: StudyState, width: int | None = None) -> str:
     summary = summarise(state)
     said = [one_line(sentence) for sentence in sentences(state, summary)]
     notes = [one_line(remark) for remark in remarks(state, summary)]
-    lines = [[one_line(cell) for cell in line] for line in table_of(state, summary)]
+    lines = [[one_line(cell, CELL) for cell in line] for line in table_of(state, summary)]
     if width is None:
         return "\n".join([*said, "", *_align(lines), "", *notes])
     fitted, below = fit_table(lines, width)

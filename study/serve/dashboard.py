@@ -26,7 +26,7 @@ from study.ledger.log import FILE
 from study.ledger.state import ENDED, RUNNING, StudyState
 from study.manage.studies import condition, read
 from study.report.write import write_report
-from study.serve.guard import Guard, link, with_port
+from study.serve.guard import Guard, allow_many_connections, link, with_port
 from study.serve.ui import listen
 from study.text import printable
 from study.tracking.address import HOST, WHERE
@@ -115,6 +115,7 @@ def serve(folder: Path, port: int, every: float, say: Callable[[str], None]) -> 
     import uvicorn
 
     token = secrets.token_urlsafe(24)
+    allow_many_connections()
     with listen(port) as listening:
         say(
             f"The report of {folder.name}, renewed every {every:g} s:"

@@ -31,7 +31,9 @@ import base64
 import binascii
 import hmac
 import re
+import resource
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -80,6 +82,17 @@ PORTS = {"http": ":80", "https": ":443"}
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[Scope], Awaitable[None]]
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit on open files to its hard limit.
+
+    Each connection is an open file, also one that sends nothing. At the usual limit, 1,024, any
+    local user could keep everybody else out by holding that many connections.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # macOS has no such limit, and takes no such value
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def with_port(names: Iterable[str], port: int) -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any
 
 from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES, is_login, is_remembered_login
 from study.serve.confined import confine
-from study.serve.guard import Guard
+from study.serve.guard import Guard, allow_many_connections
 from study.serve.logins import FileSet, Logins
 from study.serve.routes import is_allowed
 from study.serve.team_guard import refuse_places
@@ -157,6 +157,7 @@ def main() -> None:
             f"lns-study: error: {error}: lns-study does not support this version of MLflow; pip"
             " install 'mlflow>=3.17,<3.18'"
         )
+    allow_many_connections()
     listening = [socket.socket(fileno=options.fd)]
     if options.workers == 1:
         uvicorn.Server(uvicorn.Config(served, log_level="warning")).run(sockets=listening)

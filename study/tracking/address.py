@@ -89,7 +89,7 @@ def store_of(study: StudyConfig, given: str | None) -> str:
         check_owner(uri)
         return uri
     raise ValueError(
-        f"tracking_uri={uri!r}: only the study's ledger names this address, and"
+        f"tracking_uri={without_password(uri)!r}: only the study's ledger names this address, and"
         f" {'nothing is written there' if uri.startswith(FILE) else 'logins are sent to none'}"
         f" that its reader has not named; give `--tracking-uri {without_password(uri)}`, or"
         f" set {WHOLE} in the environment; `--tracking-uri {OFF}` connects to none"

@@ -45,6 +45,10 @@ class DatabaseFileError(ValueError):
     """A SQLite file that failed a check and was not opened."""
 
 
+class DatabaseLockedError(ValueError):
+    """A SQLite file that another process keeps locked."""
+
+
 def check_files(path: Path) -> None:
     """Check that a SQLite file and its journals are safe to open; a missing file is safe.
 

@@ -180,11 +180,18 @@ def _never_wait(connection: Any, _: object) -> None:
         connection.execute("PRAGMA synchronous=OFF")
 
 
-def where_damaged(uri: str) -> str:
-    """Return advice about a damaged SQLite file, for an error message; "" for other stores."""
+def is_locked(error: str) -> bool:
+    """Return whether an error's text is that of SQLite about a file that is locked."""
+    return "database is locked" in error
+
+
+def advice(uri: str, error: str) -> str:
+    """Return what to do about an error of a SQLite file; "" for other stores."""
     path = Path(uri.removeprefix(PREFIX))
     if not uri.startswith(PREFIX) or not path.is_file():
         return ""
+    if is_locked(error):
+        return f" (`fuser {path}` lists the processes that use it: wait for them, or end them)"
     return (
         f" (if {path} is damaged, end what uses it and rename it, with its -wal and -shm: a new one"
         " then gets all of the study, and `sync` sends others)"

@@ -24,8 +24,13 @@ from typing import Any
 
 from study.program import lns_study, module_command
 from study.tracking.address import OFF, naming
-from study.tracking.database_file import PREFIX, DatabaseFileError, check_database
-from study.tracking.sqlite import where_damaged
+from study.tracking.database_file import (
+    PREFIX,
+    DatabaseFileError,
+    DatabaseLockedError,
+    check_database,
+)
+from study.tracking.sqlite import advice, is_locked
 from study.tracking.writer import URI_VARIABLE, connect, reason
 from study.tracking_uri import reveal, without_password
 from trainers.object_store import place_of
@@ -41,6 +46,7 @@ def check_tracking(uri: str) -> None:
     A SQLite database may be missing; the writer creates it later.
 
     Raises:
+        DatabaseLockedError: another process has locked the SQLite database.
         ValueError: the URI does not answer, is not an MLflow store, or needs a login.
     """
     if uri == OFF:
@@ -65,10 +71,15 @@ def check_tracking(uri: str) -> None:
                 " for the study; for `lns-study ui` without --team, set MLFLOW_TRACKING_TOKEN to"
                 " the token in its link"
             ) from None
+        why = reason(error)
+        if is_locked(why):
+            raise DatabaseLockedError(
+                f"tracking_uri={shown!r}: is locked by another process{advice(uri, why)}"
+            ) from None
         raise ValueError(
-            f"tracking_uri={shown!r}: no MLflow tracking store answers ({reason(error)}); start a"
+            f"tracking_uri={shown!r}: no MLflow tracking store answers ({why}); start a"
             f" server with `{lns_study('ui')}`, correct the address, or leave tracking_uri out for"
-            f" a local sqlite file{where_damaged(uri)}"
+            f" a local sqlite file{advice(uri, why)}"
         ) from None
 
 

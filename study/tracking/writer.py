@@ -40,7 +40,7 @@ from study.ledger.log import FILE, Follower
 from study.ledger.state import PLANNED, StudyState, TrialState
 from study.tracking.address import WHERE
 from study.tracking.artifacts import Artifacts, PlaceError
-from study.tracking.database_file import DatabaseFileError
+from study.tracking.database_file import DatabaseFileError, check_database
 from study.tracking.runs import Runs
 from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.view import view_key
@@ -81,10 +81,13 @@ def connect(uri: str) -> Any:
     """Return an ``MlflowClient`` for a tracking URI, with telemetry off and migrations silent.
 
     Raises:
+        DatabaseFileError: a SQLite file failed a check.
         ValueError: the URI's password was removed, and the environment does not have it.
+        sqlite3.Error: a SQLite file is locked or damaged. MLflow would find out after two minutes.
     """
     import logging
 
+    check_database(uri)  # before the import of MLflow, which takes seconds
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient

@@ -47,7 +47,7 @@ from study.results.objectives import (
 )
 from study.results.utilisation import bars
 from study.results.utilisation import line as slots_line
-from study.text import counted, duration, one_line
+from study.text import NAME, counted, cut, duration, one_line
 
 T = TypeVar("T")
 STYLES = {
@@ -235,7 +235,7 @@ def render(
     table, metric = Table(box=None, pad_edge=False), state.config.primary_metric
     for heading in ("trial", "seed", "state", "epoch", metric.words, metric.final_words, "id"):
         table.add_column(
-            Text(heading),
+            Text(one_line(heading, NAME)),
             justify="left" if heading in ("trial", "state", "id") else "right",
             no_wrap=heading == "id",  # `lns-study show` needs complete ids
             overflow="fold",
@@ -251,11 +251,11 @@ def render(
     lines: list[RenderableType] = [
         table,
         *([Text(f"and {hidden} more", style="dim")] if hidden else []),
-        Text(summary(state, running=now is not None)),
-        *(Text(sentence, style="yellow") for sentence in lacking(state)),
+        Text(cut(summary(state, running=now is not None))),
+        *(Text(cut(sentence), style="yellow") for sentence in lacking(state)),
         # a study in this process has printed these sentences above, once
         *(
-            Text(sentence, style="yellow")
+            Text(cut(sentence), style="yellow")
             for sentence in (describe_silent(state, now) if now and not clock else [])
         ),
         *([Text(slots)] if (slots := slots_line(state, now)) else []),
@@ -327,7 +327,7 @@ def _cells(
     if trial.status in ENDED and infeasible(trial, constraints):
         status += ", infeasible"
     status += ", diverged" if diverged(trial, metric.name) else ""
-    row = one_line(trial.row) + ("" if trial.number is None else f" #{trial.number}")
+    row = one_line(trial.row, NAME) + ("" if trial.number is None else f" #{trial.number}")
     return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]
 
 

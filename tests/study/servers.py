@@ -4,6 +4,7 @@ started again at the same port."""
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from study.serve.mlflow_server import TOKEN
@@ -24,6 +25,26 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def open_files(number: int) -> Iterator[None]:
+    """The usual limit on open files for processes that start here, which they may raise."""
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+
+@contextmanager
+def connections(port: int, number: int) -> Iterator[None]:
+    """Connections that send nothing, as another user of the machine may hold them."""
+    with ExitStack() as held:
+        for _ in range(number):
+            held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        yield
 
 
 class Server:

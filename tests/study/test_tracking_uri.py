@@ -21,6 +21,7 @@ from study.config import StudyConfig
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
 from study.program import lns_study
+from study.tracking.address import WHERE
 from study.tracking_uri import (
     PASSWORD,
     TOKEN,
@@ -358,6 +359,18 @@ def test_commands_to_give_next_and_links_have_no_password() -> None:
     assert "'tracking_uri=http://ada:***@h'" in lns_study(
         "run", "table", "tracking_uri=http://ada:pw@h"
     )
+
+
+def test_the_links_of_a_report_have_no_login(tiny: Tiny) -> None:
+    """The note of where a study's runs are may be a stranger's."""
+    study = tiny("linked report")
+    folder = write_ledger(study, made_up_events(study))
+    where = {"uri": "http://ada:secret@h", "experiment": "1", "run": "2", "view": "3"}
+    (folder / WHERE).write_text(json.dumps(where))
+    assert main(["report", study.slug, "--storage", study.storage]) == 0
+    page = (folder / "report" / "report.html").read_text()
+    assert "http://h/#/experiments/1" in page
+    assert "secret" not in page
 
 
 def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repeated(

@@ -31,6 +31,8 @@ from trainers.descendants import end_with_parent
 TOKEN_BYTES = 32
 """Length of a token, as Ray takes it."""
 START_SECONDS = 120.0
+LAST_LINES = 8
+"""Number of lines of its log that are shown if Ray does not start."""
 END_SECONDS = 15.0
 """Seconds that `ray start` has to end: it takes 2, or hangs in a call to a dead control store."""
 
@@ -131,10 +133,20 @@ class OwnRay:
         self.address, self.lost = address, ""
 
     def failure(self) -> UserError:
-        """Return the error that says what `ray start` printed before it failed."""
-        printed = _text(self._printed)[-500:]
+        """Return the error with the last lines that `ray start` printed before it failed.
+
+        It names a copy of the log, because :meth:`close` removes Ray's folder.
+        """
+        printed = _text(self._printed)
+        descriptor, log = tempfile.mkstemp(prefix="ray-start-", suffix=".log")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{printed}\n")
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
+        last = "".join(f"\n  {line}" for line in lines[-LAST_LINES:]) or " it printed nothing"
         return UserError(
-            f"Ray does not start on this machine: {printed}; `ray start --head --block` shows why"
+            f"Ray does not start on this machine:{last}\nAll of its log is in {log}; mend what it"
+            " names, often a port, memory or a full disk, and repeat the command. A study that"
+            " needs no Ray trains without it with engine=local"
         )
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from study.config import Metric
 from study.config.space import show
+from study.text import CELL, cut
 
 COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
 DASHES = ("-", "--", "-.", ":")
@@ -53,8 +54,8 @@ def short(value: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape text so that matplotlib does not parse it as a formula."""
-    return text.replace("$", r"\$")
+    """Cut a long text, and escape it so that matplotlib does not parse it as a formula."""
+    return cut(text, CELL).replace("$", r"\$")
 
 
 def canvas(theme: Theme, height: float = SIZE[1]) -> tuple[Figure, Any]:

@@ -20,7 +20,7 @@ from study.handle import load
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.report.write import write_report
-from study.text import printable, printable_json
+from study.text import cut, printable, printable_json
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.tracking.conftest import Tiny
 
@@ -211,6 +211,44 @@ def test_half_a_surrogate_pair_ends_no_command(
     said = capsys.readouterr()
     assert "float32\N{REPLACEMENT CHARACTER}" in said.out
     assert "float32\N{REPLACEMENT CHARACTER}" in (tmp_path / "x.csv").read_text()
+
+
+def test_names_of_any_length_are_cut_where_they_are_shown(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The csv file and the ledger have them whole."""
+    study = odd_study(tiny, "long", "x" * 100_000)
+    events = list(read_ledger(study.folder))
+    events[0]["study"]["name"] = "long" + "x" * 100_000
+    write_ledger(study, events)
+    for words in commands(study, tmp_path):
+        assert main(words) == 0, words
+        said = "".join(capsys.readouterr())
+        assert "xx...xx" in said or words[0] in ("list", "export") or "--verify" in words, words
+        assert max(map(len, said.splitlines())) < 2200, words
+        assert len(said) < 10_000, words
+    page = (study.folder / "report" / "report.md").read_text()
+    assert max(map(len, page.splitlines())) < 2200
+    assert "x" * 100_000 in (tmp_path / "x.csv").read_text()
+
+
+def test_an_error_about_a_value_of_any_length_is_cut_and_ends_with_its_remedy(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tiny("endless")
+    events = made_up_events(study)
+    events[0]["study"] |= {"name": "n" * 100_000, "mode": "m" * 100_000}
+    write_ledger(study, events)
+    assert main(["status", study.slug, "--storage", study.storage]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("read it with that one\n")
+    assert len(said) < 2200
+
+
+@pytest.mark.parametrize("length", [1, 9, 10, 11, 100_000])
+def test_a_text_is_cut_in_its_middle(length: int) -> None:
+    text = "".join(str(place % 10) for place in range(length))
+    assert cut(text, 10) == (text if length <= 10 else f"0123...{text[-3:]}")
 
 
 def test_a_line_break_in_a_label_forges_no_line(

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -229,6 +230,24 @@ def test_a_ray_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatc
                 JoinedOwn(ray)
         finally:
             ray.close()
+
+
+def test_a_ray_that_does_not_start_shows_whole_lines_its_log_and_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "for n in range(100): print(f'line {n}', 'word ' * 30)\nraise SystemExit(1)"
+    monkeypatch.setattr(own_ray, "module_command", lambda name: [sys.executable, "-c", code])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match="Ray does not start") as refused:
+        OwnRay(1, 0, dashboard=False)
+    first, *shown, remedy = str(refused.value).splitlines()
+    assert first == "Ray does not start on this machine:"
+    assert [line.split()[:2] for line in shown] == [["line", str(n)] for n in range(92, 100)]
+    (log,) = tmp_path.glob("ray-start-*.log")  # Ray's own folder is gone
+    assert str(log) in remedy
+    assert "engine=local" in remedy
+    assert len(log.read_text().splitlines()) == 100
+    assert list(tmp_path.iterdir()) == [log]
 
 
 def modes(*paths: Path) -> list[int]:

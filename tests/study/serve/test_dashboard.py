@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +22,7 @@ from study.serve.dashboard import Page, make_app
 from study.serve.ui import listen
 from tests.study.cli.test_printing import CONTROLS
 from tests.study.conftest import made_up_events, write_ledger
+from tests.study.servers import connections, free_port, open_files
 
 Tiny = Callable[..., StudyConfig]
 
@@ -135,3 +139,20 @@ def test_texts_of_a_ledger_are_escaped_in_the_live_page(tiny: Tiny) -> None:
     assert text.count("&lt;img src=x onerror=alert(1)&gt;") >= 3
     assert "<img src=x" not in text
     assert CONTROLS.search(text) is None
+
+
+def test_connections_that_send_nothing_keep_nobody_out(tiny: Tiny) -> None:
+    study, port = tiny("live held"), free_port()
+    write_ledger(study, made_up_events(study))
+    words = [sys.executable, "-m", "study", "dashboard", str(study.folder), f"--port={port}"]
+    with open_files(512):
+        server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        link = next(word for word in server.stdout.readline().split() if word.startswith("http"))
+        urllib.request.urlopen(f"{link}/", timeout=60).close()
+        with connections(port, 700):
+            urllib.request.urlopen(f"{link}/", timeout=60).close()
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)

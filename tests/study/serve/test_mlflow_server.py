@@ -27,7 +27,7 @@ from study.serve.ui import command, environment, listen
 from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
-from tests.study.servers import Server
+from tests.study.servers import Server, connections, open_files
 
 OTHER_MLFLOW = """
 import study.serve.mlflow_server as server
@@ -338,6 +338,17 @@ def test_clients_cannot_name_a_place_for_artifacts(
 def test_the_token_is_in_no_command_line_and_no_child(guarded: Server) -> None:
     assert guarded._process is not None
     assert SECRET not in " ".join(psutil.Process(guarded._process.pid).cmdline())
+
+
+def test_connections_that_send_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    server = Server(tmp_path, token=SECRET)
+    with open_files(512):
+        server.start()
+    try:
+        with connections(server.port, 700):
+            assert visit(server, f"/{SECRET}/")[0] == 200
+    finally:
+        server.stop()
 
 
 def test_a_local_database_commits_to_its_log_and_another_to_the_disk(tmp_path: Path) -> None:

@@ -115,6 +115,20 @@ def test_nothing_that_opens_a_database_plays_such_a_journal_back(
     assert precious.exists()
 
 
+def test_a_database_is_refused_before_mlflow_is_imported(
+    stored: StudyConfig, precious: Path
+) -> None:
+    """Its import takes seconds, at each new attempt of the process that feeds it."""
+    leave_journal(Path(stored.storage) / "mlflow.db", precious)
+    code = (
+        "import sys; from study.tracking.writer import connect\n"
+        f"try: connect({stored.tracking!r})\n"
+        "except ValueError: print('mlflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_what_mlflow_opens_by_itself_is_checked_too(stored: StudyConfig, precious: Path) -> None:
     client = connect(stored.tracking)
     client._tracking_client.store.engine.dispose()

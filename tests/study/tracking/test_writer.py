@@ -6,10 +6,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ from study.ledger.lines import Event
 from study.ledger.log import Ledger
 from study.ledger.state import FINISHED
 from study.tracking.sinks import Sinks
-from study.tracking.supervisor import Tracker
-from study.tracking.writer import connect, tracking_lock
-from tests.study.conftest import SilentView, made_up_events, write_ledger
+from study.tracking.supervisor import Tracker, check_tracking
+from study.tracking.writer import connect, sync, tracking_lock
+from tests.study.conftest import SilentView, copy_database, made_up_events, write_ledger
 from tests.study.servers import Server
 from tests.study.tracking.conftest import is_equal, runs_of
 
@@ -136,6 +138,34 @@ def test_a_server_that_stays_away_is_told_at_the_end(
     assert "127.0.0.1:9/api/2.0/mlflow" in tracker.close(None)
     (told,) = said
     assert "MLflow at http://127.0.0.1:9 does not answer" in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("mode", ["wal", "delete"])
+def test_a_study_trains_while_another_process_locks_the_database(
+    tiny: Tiny, database: Path, tmp_path: Path, mode: str
+) -> None:
+    """An exclusive lock keeps readers out; without a write-ahead log a reader keeps writers out."""
+    copy_database(database, tmp_path / "mlflow.db")
+    study = tiny(f"locked {mode}", f"tracking_uri=sqlite:///{tmp_path}/mlflow.db")
+    said: list[str] = []
+    with closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as other:
+        other.execute(f"PRAGMA journal_mode={mode}")
+        other.execute(f"PRAGMA locking_mode={'exclusive' if mode == 'wal' else 'normal'}")
+        other.execute("BEGIN EXCLUSIVE" if mode == "wal" else "BEGIN")
+        other.execute("SELECT count(*) FROM experiments").fetchall()
+        outcome = run_study(study, SilentView(), said.append)
+        assert {trial.status for trial in outcome.state.trials} == {FINISHED}
+        assert outcome.tracking_error
+        if mode == "wal":
+            assert "database is locked" in outcome.tracking_error
+            assert any("is locked by another process" in line for line in said)
+            assert any("lns-study sync" in line for line in said)
+            with pytest.raises(ValueError, match=r"is locked by another process.*fuser"):
+                check_tracking(study.tracking)
+    assert sync(study.folder, study.tracking, study.folder.parent / "artifacts", None, print) == ""
+    assert is_equal(study)
 
 
 @pytest.mark.slow
