@@ -130,8 +130,8 @@ TITLES = {
         ("Dots: {words} against each other measure; the line joins the Pareto front"),
     ),
     "heat_map": (
-        "Formats and layouts",
-        "Table in colours: {best} {words} by number format and layout",
+        "Formats by layout or row",
+        "Table in colours: {best} {words} by number format and layout, or row of the study",
     ),
     "categories": (
         "By category",

@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -343,26 +343,48 @@ def _by_seed(found: Sequence[Entry], metric: Metric) -> dict[int, float]:
     return {seed: plain_mean(of_entry[seed] for of_entry in figures) for seed in shared}
 
 
-def heat_map(
-    found: Sequence[Entry], metric: Metric
-) -> tuple[list[str], list[str], np.ndarray] | None:
-    """Return formats, layouts and the best metric ``[formats, layouts]``, NaN for missing pairs.
+class HeatMap(NamedTuple):
+    """The best metric by number format and another category.
 
-    Returns None unless both formats and layouts vary.
+    Attributes:
+        formats: labels of the rows.
+        category: what the columns are, a key of :data:`CATEGORIES`: the layout, or else the row of
+            the study.
+        columns: their labels.
+        values: the metric ``[formats, columns]``, NaN for missing pairs.
+    """
+
+    formats: list[str]
+    category: str
+    columns: list[str]
+    values: np.ndarray
+
+
+def heat_map(found: Sequence[Entry], metric: Metric) -> HeatMap | None:
+    """Return the best metric by format and layout, or by format and row if one layout was tried.
+
+    Returns None unless formats and one of the two vary.
     """
     formats = list(dict.fromkeys(entry.categories["format"] for entry in found))
-    layouts = list(dict.fromkeys(entry.categories["layout"] for entry in found))
-    if len(formats) < 2 or len(layouts) < 2:
+    for category in ("layout", "row"):
+        columns = list(dict.fromkeys(entry.categories[category] for entry in found))
+        if len(columns) > 1:
+            break
+    if len(formats) < 2 or len(columns) < 2:
         return None
-    table = np.full((len(formats), len(layouts)), np.nan)
+    values = np.full((len(formats), len(columns)), np.nan)
     cells: dict[tuple[int, int], list[Entry]] = {}
     for entry in found:
-        place = formats.index(entry.categories["format"]), layouts.index(entry.categories["layout"])
-        cells.setdefault(place, []).append(entry)
+        known = entry.categories
+        cells.setdefault(
+            (formats.index(known["format"]), columns.index(known[category])), []
+        ).append(entry)
     for place, alike in cells.items():
         if (best := best_entry(alike, metric)) is not None:
-            table[place] = best.values[METRIC]
-    return formats, layouts, table
+            values[place] = best.values[METRIC]
+    if np.isfinite(values).sum() <= max(len(formats), len(columns)):
+        return None  # each row of the study has a format of its own
+    return HeatMap(formats, category, columns, values)
 
 
 def best_entry(found: Iterable[Entry], metric: Metric) -> Entry | None:

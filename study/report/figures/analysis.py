@@ -36,7 +36,7 @@ from study.report.figures.style import (
 from study.results.budgets import BestOf
 from study.results.importance import Importance
 from study.results.likeness import Entry
-from study.results.statistics import METRIC, Groups, front, labels
+from study.results.statistics import METRIC, Groups, HeatMap, front, labels
 
 MOST_NAMES = 12
 """Maximum number of points of a front that get a label."""
@@ -360,16 +360,19 @@ def draw_best_of_k(curves: Mapping[str, BestOf], metric: Metric, theme: Theme) -
     return figure
 
 
-def draw_heat_map(
-    table: tuple[list[str], list[str], np.ndarray] | None, metric: Metric, theme: Theme
-) -> Figure | None:
-    """Draw a heat map of the best metric by format and layout; dark cells are worse."""
+def draw_heat_map(table: HeatMap | None, metric: Metric, theme: Theme) -> Figure | None:
+    """Draw a heat map of the best metric by format and layout or row; dark cells are worse.
+
+    Rows of a study may have different data, so their shades compare the formats of each row alone.
+    """
     if table is None:
         return None
-    formats, layouts, values = table
+    formats, category, columns, values = table
     figure, axes = canvas(theme, height=1.6 + 0.42 * len(formats))
     log = metric.logarithmic(values.ravel())
     shades = metric.sign * np.ma.masked_invalid(np.log(values) if log else values)
+    if category == "row":
+        shades = (shades - shades.min(axis=0)) / np.maximum(np.ma.ptp(shades, axis=0), 1e-12)
     axes.imshow(shades, cmap="viridis_r", aspect="auto")
     middle = (shades.min() + shades.max()) / 2
     for (down, across), value in np.ndenumerate(values):
@@ -377,10 +380,10 @@ def draw_heat_map(
             ink = "#ffffff" if shades[down, across] > middle else "#000000"
             text = metric.figure(value)
             axes.text(across, down, text, ha="center", va="center", color=ink, fontsize=10)
-    axes.set_xticks(range(len(layouts)), [short(name) for name in layouts], rotation=20, ha="right")
+    axes.set_xticks(range(len(columns)), [short(name) for name in columns], rotation=20, ha="right")
     axes.set_yticks(range(len(formats)), [short(name) for name in formats])
     axes.grid(visible=False)
     shown = metric.heading(f"{metric.best_word.capitalize()} {metric.words}")
     comma = "," if metric.percent else ""
-    set_title(axes, plain(f"{shown}{comma} by number format and layout"), theme)
+    set_title(axes, plain(f"{shown}{comma} by number format and {category}"), theme)
     return figure

@@ -36,6 +36,7 @@ from study.results.objectives import joules
 from study.results.statistics import (
     METRIC,
     Entry,
+    HeatMap,
     _of_points,
     best_of_budget,
     costs,
@@ -139,7 +140,7 @@ def test_figures_are_negated(mirrored: tuple[StudyState, StudyState]) -> None:
         heat_map(entries(state), metric) for state, metric in zip(mirrored, metrics, strict=True)
     ]
     if maps[0] is not None and maps[1] is not None:
-        np.testing.assert_array_equal(maps[0][2], -maps[1][2])
+        np.testing.assert_array_equal(maps[0].values, -maps[1].values)
     for one, other in zip(groups(lower), groups(higher), strict=True):
         assert one.figures == {k: [-v for v in values] for k, values in other.figures.items()}
         for name, contrast in one.contrasts.items():
@@ -197,18 +198,41 @@ def brightness(figure: Figure | None) -> np.ndarray:
 
 def test_dark_cells_of_a_heat_map_are_the_worst_ones() -> None:
     values = np.array([[1.0, 2.0], [3.0, 4.0]])
-    names_ = ["a", "b"], ["c", "d"]
+    names_ = ["a", "b"], "layout", ["c", "d"]
     lower, higher = (Metric(name="validation/score", mode=mode) for mode in ("min", "max"))
 
     def difference(first: np.ndarray, second: np.ndarray) -> float:
-        drawn = draw_heat_map((*names_, first), lower, LIGHT)
-        mirror = draw_heat_map((*names_, second), higher, LIGHT)
+        drawn = draw_heat_map(HeatMap(*names_, first), lower, LIGHT)
+        mirror = draw_heat_map(HeatMap(*names_, second), higher, LIGHT)
         a, b = brightness(drawn), brightness(mirror)
         width = min(a.shape[1], b.shape[1])
         return float(np.abs(a[:, :width] - b[:, :width]).mean())
 
     assert difference(values, 5 - values) < 5
     assert difference(values, values) > 30
+
+
+def test_shades_of_rows_compare_the_formats_of_each() -> None:
+    """A row with large values, such as another loss, does not make the others look alike."""
+    names_ = ["a", "b"], "row", ["c", "d"]
+    metric = Metric(name="validation/loss", mode="min")
+    drawn, scaled = (
+        brightness(draw_heat_map(HeatMap(*names_, np.array(values)), metric, LIGHT))
+        for values in ([[1.0, 10.0], [2.0, 20.0]], [[1.0, 1.0], [2.0, 2.0]])
+    )
+    assert np.abs(drawn - scaled).mean() < 5  # the figures in the cells
+
+
+def test_a_heat_map_has_rows_where_there_is_one_layout(tiny: Tiny) -> None:
+    formats = "space={precision.format: {grid: [float32, bfloat16]}}"
+    rows = "rows=[{label: small}, {label: large, overrides: {model.hidden: [8]}}]"
+    studied = (*LOWER, "baseline=null", rows, formats, "search={algorithm: grid}")
+    state = fold(scored(tiny("tasks", SCORE, *studied)))
+    found = heat_map(entries(state), state.config.primary_metric)
+    assert found is not None
+    assert (found.formats, found.category) == (["float32", "bfloat16"], "row")
+    assert found.columns == [row.label for row in state.config.rows]
+    assert np.isfinite(found.values).all()
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
