@@ -17,7 +17,7 @@ from study.execution.control import Control, Wish, grace_seconds, is_full
 from study.execution.engine import Engine
 from study.execution.schedulers import make_scheduler
 from study.execution.silence import Watch, describe_silence
-from study.ledger.lines import Event
+from study.ledger.events import Event, Started
 from study.ledger.log import Ledger
 from study.ledger.reports import Reports, began, metrics_of
 from study.ledger.slots import Waiting
@@ -98,7 +98,7 @@ class Loop:
         self._shapes: dict[str, WorkerResources] = {}
         self._admission = Admission(study, agenda, state, control, pool, say)
         self._moving: set[str] = set()
-        self._unplaced: dict[str, Event] = {}
+        self._unplaced: dict[str, Started] = {}
         """``started`` events of trials whose machines are not known yet."""
         self._waiting = False
         self._left = set[str]()
@@ -212,11 +212,11 @@ class Loop:
         self._watch.hear(trial.id)
         self._shapes[trial.id] = shape
         self._moving.discard(trial.id)
-        event = {
+        event: Started = {
             "event": "started",
             "trial": trial.id,
             "slots": running.slots,
-            "hosts": running.hosts,
+            "hosts": list(running.hosts),
             "cpus": shape.cpus,
             "gpus": shape.gpus_in_all,
         }
@@ -234,9 +234,7 @@ class Loop:
             if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind == PLACED:
-                place = message.payload
-                known = {"hosts": place["hosts"], "actor": place["actor"]}
-                events += self._note_place(message.trial, known)
+                events += self._note_place(message.trial, message.payload)
             elif message.kind == UNPLACED:
                 self._watch.forget(message.trial)
                 del self._unplaced[message.trial]
@@ -249,7 +247,7 @@ class Loop:
                 events += news
             else:
                 self._watch.forget(message.trial)
-                events += self._note_place(message.trial, {})
+                events += self._note_place(message.trial, None)
                 how, text = (
                     (DIED, message.payload)
                     if message.kind == DIED
@@ -269,21 +267,24 @@ class Loop:
             if message.kind == REPORT:
                 self._schedule(message.trial, message.payload)
 
-    def _note_place(self, trial: str, place: dict[str, Any]) -> list[Event]:
+    def _note_place(self, trial: str, place: dict[str, Any] | None) -> list[Event]:
         """Return the ``started`` event of a trial if it is still missing."""
         event = self._unplaced.pop(trial, None)
-        return [] if event is None else [event | place]
+        if event is not None and place is not None:
+            event |= {"hosts": place["hosts"], "actor": place["actor"]}
+        return [] if event is None else [event]
 
     def _is_new(self, event: Event) -> bool:
         """Return whether an event reports a new epoch of its trial."""
-        known = self._state.known[event["trial"]]
-        return event["event"] == "report" and int(event["epoch"]) > known.epoch
+        if event["event"] != "report":
+            return False
+        return int(event["epoch"]) > self._state.known[event["trial"]].epoch
 
     def _end(self, trial: str, how: str, text: str) -> Event | None:
         """Return the event of a trial's end; None if it left early or the storage failed."""
         test = self._reports.tested(trial)
         if how == DONE and test is not None:
-            return {"event": "finished", "trial": trial, **test}
+            return test
         if how == DONE:
             return {
                 "event": "failed",
@@ -310,8 +311,9 @@ class Loop:
         if trial in self._moving:  # it could not leave in time, which is not its fault
             return {"event": "restarted", "trial": trial, "error": f"its node was drained: {text}"}
         self._failures[trial] += 1
-        gone = self._failures[trial] > self._study.max_failures
-        return {"event": "failed" if gone else "restarted", "trial": trial, "error": text}
+        if self._failures[trial] > self._study.max_failures:
+            return {"event": "failed", "trial": trial, "error": text}
+        return {"event": "restarted", "trial": trial, "error": text}
 
     def _schedule(self, trial: str, result: dict[str, Any]) -> None:
         """Ask the scheduler whether a trial continues; confirmation runs always continue."""

@@ -59,10 +59,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from study.ledger import storage
-from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
+from study.ledger.events import Event, Header, stamped
+from study.ledger.lines import HEADER, VERSION, Damage, Lines, encodable, seal, unseal
 from study.ledger.lock import LOCK, altered_since, closed_at, last_copy, take_lock, this_process
 from study.program import NAME, STORAGE, lns_study, own_version
 from study.tracking_uri import without_password
@@ -249,7 +250,7 @@ class Ledger:
         """
         self._listeners.append(listener)
 
-    def append(self, event: str, **values: Any) -> bool:
+    def append(self, event: Event) -> bool:
         """Write one event, stamped with the time; tell whether it was new.
 
         A repeated report is not written.
@@ -257,7 +258,7 @@ class Ledger:
         Raises:
             LedgerError: it cannot be written, or an earlier one could not.
         """
-        return bool(self.append_all([{"event": event, **values}]))
+        return bool(self.append_all([event]))
 
     def append_all(self, events: list[Event]) -> list[Event]:
         """Write several events at once, stamped with the time; return the new ones.
@@ -273,7 +274,7 @@ class Ledger:
         records = [
             record
             for event in map(encodable, map(_shown, events))
-            if _is_new(record := {"event": event["event"], "time": now, **event}, self._seen)
+            if _is_new(record := stamped(event, now), self._seen)
         ]
         if not records:
             return []
@@ -421,7 +422,7 @@ def new_id() -> str:
     return uuid.uuid4().hex[:ID_LENGTH]
 
 
-def make_header(id_: str, time_: float) -> Event:
+def make_header(id_: str, time_: float) -> Header:
     """Return the line with which a ledger, or a part of one, begins."""
     return {
         "event": HEADER,

@@ -64,8 +64,10 @@ def with_failure(study: StudyConfig) -> tuple[list[Event], str]:
 def replay(ledger: Ledger, events: list[Event]) -> None:
     for event in events:
         ledger.append(
-            event["event"],
-            **{key: value for key, value in event.items() if key not in ("event", "time")},
+            {
+                "event": event["event"],
+                **{key: value for key, value in event.items() if key not in ("event", "time")},
+            }
         )
 
 

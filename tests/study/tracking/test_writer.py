@@ -35,8 +35,10 @@ def replay(ledger: Ledger, events: list[Event]) -> None:
     """Append made-up events."""
     for event in events:
         ledger.append(
-            event["event"],
-            **{key: value for key, value in event.items() if key not in ("event", "time")},
+            {
+                "event": event["event"],
+                **{key: value for key, value in event.items() if key not in ("event", "time")},
+            }
         )
 
 
