@@ -26,7 +26,7 @@ from study.execution.preflight import check_same_data, check_same_name, prefligh
 from study.execution.runner import run_plan
 from study.execution.tune.options import TuneOptions
 from study.execution.tune.start import RayStart
-from study.ledger.events import Event, Planned
+from study.ledger.events import Event
 from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
 from study.ledger.provenance import hardware, provenance
@@ -213,9 +213,8 @@ def _enter_plan(
     plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str, began: float | None = None
 ) -> None:
     code, here, launch = provenance(), hardware(), launch_of_job(LOADED)
-    planned: Planned = {"event": "planned", "ledger": ledger.id}
-    stated = state_claims(plan.study.to_dict())
-    planned |= plan.to_event() | {"only": only, "stated": stated}
+    planned = plan.to_event(ledger.id)
+    planned |= {"only": only, "stated": state_claims(plan.study.to_dict())}
     if began is not None:
         planned["prepared"] = time.monotonic() - began
     planned |= {"data": data, "provenance": code, "hardware": here}

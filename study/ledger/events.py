@@ -2,8 +2,8 @@
 
 A comparison of ``event["event"]`` with a kind tells a type checker which keys the event has, so a
 mistyped key is an error where events are written and where they are read. At run time events are
-the plain dicts of the ledger's JSON. Keys under ``total=False`` and ``NotRequired`` may be missing:
-not every writer knows them, or earlier versions did not write them.
+the plain dicts of the ledger's JSON. Optional keys may be missing: not every writer knows them, or
+earlier versions did not write them.
 
 An event that was taken over from another study or a shorter trial names it under ``source``, keeps
 its original time, and has the ``commits`` of the code and the ``machines``. An event that a repair
@@ -28,13 +28,11 @@ class Common(TypedDict, total=False):
     recovered: str
 
 
-class OfTrial(Common):
-    """Keys of every event of a trial."""
-
+class _OfTrial(Common):
     trial: str
 
 
-class _Trouble(OfTrial):
+class _ErrorEvent(_OfTrial):
     error: str
 
 
@@ -56,25 +54,9 @@ class TrialValues(NamedTrial):
     config: Config
 
 
-class Plan(Common, total=False):
-    """Values of a ``planned`` event; empty before the first."""
-
-    ledger: str
-    key: str
-    study: Config
-    trials: list[TrialValues]
-    only: str
-    stated: dict[str, Any]
-    prepared: float
-    data: list[dict[str, Any]]
-    provenance: dict[str, Any]
-    hardware: dict[str, Any]
-    launch: dict[str, float]
-
-
 @final
 class Header(Common):
-    """A ledger, or a part of one, begins"""
+    """A ledger, or a part of one, begins."""
 
     event: Literal["ledger"]
     version: int
@@ -83,16 +65,27 @@ class Header(Common):
 
 
 @final
-class Planned(Plan):
+class Planned(Common):
     """A run of the study starts; `stated` is the digest of the statement, `prepared` the seconds
-    since the command, `launch` the times of a launched study"""
+    since the command, `launch` the times of a launched study."""
 
     event: Literal["planned"]
+    ledger: str
+    key: str
+    study: Config
+    trials: list[TrialValues]
+    only: NotRequired[str]
+    stated: NotRequired[dict[str, Any]]
+    prepared: NotRequired[float]
+    data: NotRequired[list[dict[str, Any]]]
+    provenance: NotRequired[dict[str, Any]]
+    hardware: NotRequired[dict[str, Any]]
+    launch: NotRequired[dict[str, float]]
 
 
 @final
 class Capacity(Common):
-    """CPUs, GPUs and machines that the run has now"""
+    """CPUs, GPUs and machines that the run has now."""
 
     event: Literal["capacity"]
     cpus: float
@@ -101,9 +94,9 @@ class Capacity(Common):
 
 
 @final
-class Started(OfTrial):
+class Started(_OfTrial):
     """Processes start or restart a trial: `slots` has one number per rank, `actor` is Ray's,
-    `pid` and `host` are of a user's own loop"""
+    `pid` and `host` are of a user's own loop."""
 
     event: Literal["started"]
     slots: NotRequired[list[int]]
@@ -116,9 +109,9 @@ class Started(OfTrial):
 
 
 @final
-class Report(OfTrial):
+class Report(_OfTrial):
     """A trial finished an epoch, in `seconds` by its process's clock (null if unknown); `repeated`
-    are the seconds of earlier epochs that it trained again"""
+    are the seconds of earlier epochs that it trained again."""
 
     event: Literal["report"]
     epoch: int
@@ -131,8 +124,8 @@ class Report(OfTrial):
 
 
 @final
-class Checkpoint(OfTrial):
-    """A trial's state is on disk"""
+class Checkpoint(_OfTrial):
+    """A trial's state is on disk."""
 
     event: Literal["checkpoint"]
     epoch: int
@@ -140,30 +133,30 @@ class Checkpoint(OfTrial):
 
 
 @final
-class Restarted(_Trouble):
-    """A trial continues from its last checkpoint, because its process died or its node drains"""
+class Restarted(_ErrorEvent):
+    """A trial continues from its last checkpoint, because its process died or its node drains."""
 
     event: Literal["restarted"]
 
 
 @final
-class Relieved(_Trouble):
-    """A trial ran out of memory; it is tried again with other keys"""
+class Relieved(_ErrorEvent):
+    """A trial ran out of memory; it is tried again with other keys."""
 
     event: Literal["relieved"]
     relief: dict[str, Any]
 
 
 @final
-class Damaged(_Trouble):
-    """A trial's checkpoint could not be read"""
+class Damaged(_ErrorEvent):
+    """A trial's checkpoint could not be read."""
 
     event: Literal["damaged"]
 
 
 @final
-class Finished(OfTrial):
-    """A trial is done; `metrics` are the final ones (test/...), `epochs` of a user's own loop"""
+class Finished(_OfTrial):
+    """A trial is done; `metrics` are the final ones (test/...), `epochs` of a user's own loop."""
 
     event: Literal["finished"]
     metrics: dict[str, float]
@@ -171,23 +164,23 @@ class Finished(OfTrial):
 
 
 @final
-class Stopped(OfTrial):
-    """The scheduler ended a trial early"""
+class Stopped(_OfTrial):
+    """The scheduler ended a trial early."""
 
     event: Literal["stopped"]
     by: str
 
 
 @final
-class Failed(_Trouble):
-    """A trial failed for good"""
+class Failed(_ErrorEvent):
+    """A trial failed for good."""
 
     event: Literal["failed"]
 
 
 @final
 class Added(Common):
-    """An adaptive search proposed a trial"""
+    """An adaptive search proposed a trial."""
 
     event: Literal["added"]
     planned: TrialValues
@@ -195,7 +188,7 @@ class Added(Common):
 
 @final
 class Edited(Common):
-    """Limits were changed while the study ran"""
+    """Limits were changed while the study ran."""
 
     event: Literal["edited"]
     limits: dict[str, Any]
@@ -203,7 +196,7 @@ class Edited(Common):
 
 @final
 class Ended(Common):
-    """The run is over; `outcome` is finished, failed, stopped or interrupted"""
+    """The run is over; `outcome` is finished, failed, stopped or interrupted."""
 
     event: Literal["ended"]
     outcome: str
@@ -212,7 +205,7 @@ class Ended(Common):
 @final
 class Repaired(Common):
     """`doctor --repair` wrote the ledger again; `damaged` is the file kept, `lost` is text, and
-    `marks` are of its MLflow runs"""
+    `marks` are of its MLflow runs."""
 
     event: Literal["repaired"]
     damaged: str | None
@@ -222,7 +215,7 @@ class Repaired(Common):
 
 @final
 class Lost(Common):
-    """A plan here could not be recovered"""
+    """A plan here could not be recovered."""
 
     event: Literal["lost"]
     what: str

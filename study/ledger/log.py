@@ -1,41 +1,8 @@
 """The ledger: the events of a study, one JSON object per line, on disk before anyone acts on them.
 
-It is the source of truth. MLflow and the report are made from it and can be made again. Events,
-each with ``event`` and ``time`` (seconds since 1970)::
-
-    planned     a run of the study starts                       config, trials, data, code; stated
-                                                                (digest of the statement); prepared
-                                                                (seconds since the command); launch
-                                                                (times of a launched study)
-    capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
-    started     processes start or restart a trial              trial, slots (one per rank), hosts,
-                                                                cpus, gpus; Ray's actor of a trial;
-                                                                pid and host of a user's own loop
-    report      a trial finished an epoch                       trial, epoch, metrics, pid, host,
-                                                                seconds (by its process's clock),
-                                                                repeated (seconds of earlier epochs
-                                                                that it trained again)
-    checkpoint  a trial's state is on disk                      trial, epoch, path
-    restarted   a trial continues from its last checkpoint,     trial, error
-                because its process died or its node drains
-    relieved    a trial ran out of memory; it is tried again    trial, error, relief
-                with other keys
-    damaged     a trial's checkpoint could not be read          trial, error
-    finished    a trial is done                                 trial, metrics (test/...)
-    stopped     the scheduler ended a trial early               trial, by
-    failed      a trial failed for good                         trial, error
-    added       an adaptive search proposed a trial             planned
-    edited      limits were changed while the study ran         limits
-    ended       the run is over                                 outcome: finished, failed, stopped
-                                                                or interrupted
-    repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (as
-                                                                text), marks (of its MLflow runs)
-    lost        a plan here could not be recovered              what
-
-An event that was taken over from another study or a shorter trial names it under ``source``, keeps
-its original time, and has the ``commits`` of the code and the ``machines``. An event that a repair
-restored has its origin under ``recovered``. Time differences within one writer come from a
-monotonic clock, so changes of the machine's clock do not affect them.
+It is the source of truth. MLflow and the report are made from it and can be made again. Its events
+are in :mod:`study.ledger.events`. Time differences within one writer come from a monotonic clock,
+so changes of the machine's clock do not affect them.
 
 A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first
 report of each. A machine that crashes while a line is written leaves a torn last line: readers skip

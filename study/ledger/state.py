@@ -11,12 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from study.config import StudyConfig
 from study.config.keys import apply
 from study.config.search import MOST_VALUES
-from study.ledger.events import Event, Plan, Planned, Report, TrialEvent, TrialValues
+from study.ledger.events import Event, Planned, Report, TrialEvent, TrialValues
 from study.ledger.slots import Run, follow
 from study.text import one_line
 from study.tracking_uri import without_passwords
@@ -139,7 +139,7 @@ class StudyState:
     """State of a study from its ledger.
 
     Attributes:
-        plan: last ``planned`` event.
+        plan: last ``planned`` event; {} before the first.
         stated: last ``planned`` event before the first trial started or was copied; the first
             ``planned`` event if that is unknown.
         known: all trials of all plans, by id.
@@ -151,8 +151,8 @@ class StudyState:
         latest: mark of the last event, see :meth:`is_own`; "" before the first.
     """
 
-    plan: Plan = field(default_factory=Plan)
-    stated: Plan = field(default_factory=Plan)
+    plan: Planned = field(default_factory=lambda: cast(Planned, {}))
+    stated: Planned = field(default_factory=lambda: cast(Planned, {}))
     known: dict[str, TrialState] = field(default_factory=dict)
     limits: dict[str, Any] | None = None
     outcome: str = ""
@@ -233,7 +233,7 @@ class StudyState:
         elif event["event"] == "ended":
             self.outcome = event["outcome"]
         elif event["event"] == "repaired":
-            self._marks.update(event["marks"])
+            self._marks.update(event.get("marks", []))
         elif "trial" in event:
             if (trial := self.known.get(event["trial"])) is not None:
                 _apply_to_trial(trial, self._with_origin(event), self.plan)
@@ -302,7 +302,7 @@ def mark_of(event: Event) -> str:
     return repr(float(event["time"]))
 
 
-LOST: Plan = {"provenance": {"commit": "unknown", "dirty": None}}
+LOST = cast(Planned, {"provenance": {"commit": "unknown", "dirty": None}})
 """Placeholder for a lost plan."""
 
 
@@ -343,7 +343,7 @@ def fold(events: Iterable[Event]) -> StudyState:
     return state
 
 
-def _apply_to_trial(trial: TrialState, event: TrialEvent, plan: Plan) -> None:
+def _apply_to_trial(trial: TrialState, event: TrialEvent, plan: Planned) -> None:
     time = event["time"]
     trial.source = event.get("source", trial.source)
     if event["event"] == "started":
@@ -405,7 +405,7 @@ def _take_time(trial: TrialState, event: Report) -> None:
         trial.spent += 0.0 if "source" in event else seconds + event.get("repeated", 0.0)
 
 
-def code_of(plan: Plan) -> str:
+def code_of(plan: Planned) -> str:
     """Return the git commit of the code that made a plan, for people."""
     code = plan.get("provenance", {})
     return f"{code.get('commit') or 'no git commit'}{' (modified)' if code.get('dirty') else ''}"

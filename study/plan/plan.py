@@ -119,10 +119,11 @@ class Plan:
             }
         )
 
-    def to_event(self) -> Planned:
-        """Return the part of the ledger's ``planned`` event that the plan knows."""
+    def to_event(self, ledger: str = "") -> Planned:
+        """Return the part of the ``planned`` event of a ledger with this id that the plan knows."""
         return {
             "event": "planned",
+            "ledger": ledger,
             "key": self.key,
             "study": self.study.to_dict(),
             "trials": [trial.to_dict() for trial in self.trials],

@@ -154,7 +154,7 @@ def made_up_events(
                   "python": "3.11", "platform": "Linux"}  # fmt: skip
     data = {"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 10,
             "validation": 5, "test": 5}  # fmt: skip
-    planned = {"ledger": "abc123", **plan.to_event(), "data": [data], "provenance": provenance}
+    planned = {**plan.to_event("abc123"), "data": [data], "provenance": provenance}
     events: list[Event] = [{"event": "planned", "time": began} | planned]
     for number, trial in enumerate(plan.trials):
         start = began + 10 * number

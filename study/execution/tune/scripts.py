@@ -240,7 +240,7 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         plan.pop("time")
         known = self._state.known
         plan["trials"] = [t for t in plan["trials"] if known[t["id"]].status != PLANNED]
-        self._ledger.append({"event": "planned", **plan})
+        self._ledger.append(plan)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
         """Record a new trial and its start."""
