@@ -42,7 +42,9 @@ from trainers.workers.messages import (
     REPORT,
     STOPPED,
     UNPLACED,
-    Message,
+    ForLoop,
+    Places,
+    WorkerPlan,
 )
 from trainers.workers.out_of_memory import relief
 from trainers.workers.resources import (
@@ -226,7 +228,7 @@ class Loop:
             self._unplaced[trial.id] = event
         return True
 
-    def take_in(self, messages: list[Message]) -> None:
+    def take_in(self, messages: list[ForLoop]) -> None:
         """Write the trials' messages to the ledger, then act on them."""
         events: list[Event] = []
         again: list[str] = []
@@ -239,21 +241,19 @@ class Loop:
                 self._watch.forget(message.trial)
                 del self._unplaced[message.trial]
                 again.append(message.trial)
-            elif message.kind in (BEGAN, REPORT):
-                take = began if message.kind == BEGAN else self._reports.take
-                news = take(message.trial, message.payload)
-                if self._failures[message.trial] and any(map(self._is_new, news)):
-                    del self._failures[message.trial]
-                events += news
+            elif message.kind == BEGAN:
+                events += self._forgive(message.trial, began(message.trial, message.payload))
+            elif message.kind == REPORT:
+                news = self._reports.take(message.trial, message.payload)
+                events += self._forgive(message.trial, news)
             else:
                 self._watch.forget(message.trial)
                 events += self._note_place(message.trial, None)
-                how, text = (
-                    (DIED, message.payload)
-                    if message.kind == DIED
-                    else (message.payload["how"], message.payload["text"])
-                )
-                event = self._end(message.trial, how, text)
+                if message.kind == DIED:
+                    event = self._end(message.trial, DIED, message.payload)
+                else:
+                    end = message.payload
+                    event = self._end(message.trial, end["how"], end["text"])
                 events += [event] if event else []
                 again += (
                     [message.trial] if event and event["event"] in ("restarted", "relieved") else []
@@ -267,12 +267,18 @@ class Loop:
             if message.kind == REPORT:
                 self._schedule(message.trial, message.payload)
 
-    def _note_place(self, trial: str, place: dict[str, Any] | None) -> list[Event]:
+    def _note_place(self, trial: str, place: Places | None) -> list[Event]:
         """Return the ``started`` event of a trial if it is still missing."""
         event = self._unplaced.pop(trial, None)
         if event is not None and place is not None:
             event |= {"hosts": place["hosts"], "actor": place["actor"]}
         return [] if event is None else [event]
+
+    def _forgive(self, trial: str, events: list[Event]) -> list[Event]:
+        """Return a trial's events; a new epoch among them resets the number of its deaths."""
+        if self._failures[trial] and any(map(self._is_new, events)):
+            del self._failures[trial]
+        return events
 
     def _is_new(self, event: Event) -> bool:
         """Return whether an event reports a new epoch of its trial."""
@@ -389,8 +395,8 @@ class Loop:
     def _shape(self, trial: PlannedTrial) -> WorkerResources:
         return resources_of(self._study, trial, self._agenda.epoch_seconds())
 
-    def _plan(self, trial: PlannedTrial, executor: str) -> dict[str, Any]:
-        """Return the task of the trial's processes (:mod:`trainers.workers.worker_process`)."""
+    def _plan(self, trial: PlannedTrial, executor: str) -> WorkerPlan:
+        """Return the task of the trial's processes."""
         study, by_train = self._study, executor == RAY_TRAIN
         return {
             "config": trial.config.to_dict(),

@@ -25,7 +25,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import ray.train
 from ray.train import (
@@ -44,7 +44,7 @@ from trainers.config import TrialConfig
 from trainers.data.descriptions import prepare
 from trainers.workers.executors import Context
 from trainers.workers.in_process import InProcess
-from trainers.workers.messages import DETERMINISTIC, HISTORY
+from trainers.workers.messages import DETERMINISTIC, HISTORY, ExecutorPlan
 from trainers.workers.node import differing, is_compared, versions
 from trainers.workers.out_of_memory import is_out_of_memory
 from trainers.workers.resources import WorkerResources
@@ -61,15 +61,27 @@ class FailAtOnce(UserCallback):  # type: ignore[misc]
                 raise error
 
 
-def train_loop(plan: dict[str, Any]) -> None:
+class GangPlan(TypedDict):
+    """The plan of Ray Train's workers.
+
+    Attributes:
+        config: ``TrialConfig.to_dict()``.
+        versions: of the submitting machine.
+        data, origin, resume_from: see :func:`build_trainer`.
+    """
+
+    config: dict[str, Any]
+    versions: dict[str, str]
+    data: list[str]
+    origin: dict[str, Any]
+    resume_from: list[str]
+
+
+def train_loop(plan: GangPlan) -> None:
     """Train one rank of a trial; every worker runs this function.
 
     Reports each epoch's metrics, as :meth:`~trainers.workers.executors.Executor.step` returns them;
     the first report after a restart also has :data:`HISTORY`.
-
-    Args:
-        plan: ``config`` (``TrialConfig.to_dict()``), ``versions`` of the submitting machine,
-            ``data``, ``origin`` and ``resume_from``.
 
     Raises:
         ValueError: this node has other versions or data, the trial cannot be built, or the run's
@@ -83,7 +95,8 @@ def train_loop(plan: dict[str, Any]) -> None:
     if workers > 1:
         process_group.wait_in_training()
     config = replace(config, workers=workers, min_workers=None)
-    trial = InProcess(Context(trial="", plan=plan, rank=rank, workers=workers))
+    own: ExecutorPlan = {"origin": plan.get("origin", {})}
+    trial = InProcess(Context(trial="", plan=own, rank=rank, workers=workers))
     history = _begin(trial, config, plan["resume_from"])
     before = {HISTORY: history} if history else {}
     done = len(history) >= config.epochs
@@ -203,8 +216,13 @@ def build_trainer(
         callbacks: such as :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
     most = config.workers
-    plan = {"config": config.to_dict(), "versions": versions(), "data": list(data)}
-    plan |= {"origin": origin or {}, "resume_from": list(resume_from)}
+    plan: GangPlan = {
+        "config": config.to_dict(),
+        "versions": versions(),
+        "data": list(data),
+        "origin": origin or {},
+        "resume_from": list(resume_from),
+    }
     return TorchTrainer(
         train_loop,
         train_loop_config=plan,

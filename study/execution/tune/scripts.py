@@ -28,6 +28,7 @@ from study.ledger.log import Ledger
 from study.ledger.state import ENDED, PLANNED, fold
 from study.plan.candidates import rows_of
 from study.plan.trials import Base, PlannedTrial
+from trainers.workers.messages import ExecutorPlan
 from trainers.workers.resources import IN_PROCESS, RAY_TRAIN, WorkerResources
 
 NAMES = ("trial", "row", "seed")
@@ -84,7 +85,7 @@ class TrialTrainable(tune.Trainable):  # type: ignore[misc]
         self._planned_trial = self._planned(config)
         alone = self._planned_trial.config.workers == 1
         study = StudyConfig.from_dict(self.study)
-        plan = {
+        plan: ExecutorPlan = {
             "executor": IN_PROCESS if alone else RAY_TRAIN,
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
