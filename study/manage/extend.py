@@ -8,7 +8,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.config.compose import change
-from study.ledger.events import Event, Finished
+from study.ledger.events import Event
 from study.ledger.log import Ledger
 from study.ledger.provenance import different_data
 from study.ledger.state import ENDED, FINISHED, StudyState, TrialState
@@ -127,40 +127,24 @@ def take_over(folder: Path, source: Path) -> tuple[int, int]:
 
 def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
     """Copy a finished trial of another study, with its times and its code."""
-    origin, events = str(source), list[Event]()
-    if known.relief:
+    id_, from_, events = known.id, str(source), list[Event]()
+    code, machines = known.commits, known.machines
+    if relief := known.relief:
         events.append(
-            {
-                "event": "relieved",
-                "trial": known.id,
-                "source": origin,
-                "error": "",
-                "relief": known.relief,
-            }
+            {"event": "relieved", "trial": id_, "source": from_, "error": "", "relief": relief}
         )
     events.append(
-        {
-            "event": "started",
-            "trial": known.id,
-            "source": origin,
-            "commits": known.commits,
-            "machines": known.machines,
-        }
+        {"event": "started", "trial": id_, "source": from_, "commits": code, "machines": machines}
     )
     for event in events:
         if known.started:
             event["time"] = known.started
         ledger.append(event)
-    _copy_reports(ledger, known, origin, known.id)
-    finished: Finished = {
-        "event": "finished",
-        "trial": known.id,
-        "source": origin,
-        "metrics": known.test,
-    }
+    _copy_reports(ledger, known, from_, id_)
+    end: Event = {"event": "finished", "trial": id_, "source": from_, "metrics": known.test}
     if known.ended:
-        finished["time"] = known.ended
-    ledger.append(finished)
+        end["time"] = known.ended
+    ledger.append(end)
 
 
 def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import ray.train
 from ray.train import (
@@ -61,19 +61,12 @@ class FailAtOnce(UserCallback):  # type: ignore[misc]
                 raise error
 
 
-class GangPlan(TypedDict):
-    """The plan of Ray Train's workers.
-
-    Attributes:
-        config: ``TrialConfig.to_dict()``.
-        versions: of the submitting machine.
-        data, origin, resume_from: see :func:`build_trainer`.
-    """
+class GangPlan(ExecutorPlan):
+    """The plan of Ray Train's workers: ``config`` is ``TrialConfig.to_dict()``, ``versions`` are
+    those of the submitting machine."""
 
     config: dict[str, Any]
     versions: dict[str, str]
-    data: list[str]
-    origin: dict[str, Any]
     resume_from: list[str]
 
 
@@ -95,8 +88,7 @@ def train_loop(plan: GangPlan) -> None:
     if workers > 1:
         process_group.wait_in_training()
     config = replace(config, workers=workers, min_workers=None)
-    own: ExecutorPlan = {"origin": plan.get("origin", {})}
-    trial = InProcess(Context(trial="", plan=own, rank=rank, workers=workers))
+    trial = InProcess(Context(trial="", plan=plan, rank=rank, workers=workers))
     history = _begin(trial, config, plan["resume_from"])
     before = {HISTORY: history} if history else {}
     done = len(history) >= config.epochs
@@ -216,13 +208,9 @@ def build_trainer(
         callbacks: such as :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
     most = config.workers
-    plan: GangPlan = {
-        "config": config.to_dict(),
-        "versions": versions(),
-        "data": list(data),
-        "origin": origin or {},
-        "resume_from": list(resume_from),
-    }
+    resume = list(resume_from)
+    plan: GangPlan = {"config": config.to_dict(), "versions": versions(), "resume_from": resume}
+    plan |= {"data": list(data), "origin": origin or {}}
     return TorchTrainer(
         train_loop,
         train_loop_config=plan,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from study.execution.engine import EPSILON, Slots
 from study.execution.local.machine import Machine, Place
-from trainers.workers.messages import (  # fmt: skip
+from trainers.workers.messages import (
     BEGAN,
     DIED,
     DONE,

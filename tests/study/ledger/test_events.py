@@ -18,30 +18,47 @@ SEAL = {"n", "check"}
 """Keys that every line has beside those of its event."""
 MISTYPED = """\
 from study.ledger.events import Event
+from trainers.workers.messages import DIED, ENDED, Died, Ended, FromWorker, WorkerPlan
 
 
 def write(events: list[Event]) -> None:
     events.append({"event": "stopped", "trial": "a", "by": "asha"})
-    events.append({"event": "stopped", "trial": "a", "bye": "asha"})
-    events.append({"event": "stopped", "trial": "a"})
-    events.append({"event": "stoped", "trial": "a", "by": "asha"})
-    events.append({"event": "stopped", "trial": "a", "by": 1})
+    events.append({"event": "stopped", "trial": "a", "bye": "asha"})  # wrong
+    events.append({"event": "stopped", "trial": "a"})  # wrong
+    events.append({"event": "stoped", "trial": "a", "by": "asha"})  # wrong
+    events.append({"event": "stopped", "trial": "a", "by": 1})  # wrong
 
 
 def read(event: Event) -> str:
     if event["event"] == "stopped":
         return event["by"]
     if event["event"] == "failed":
-        return event["eror"]
+        return event["eror"]  # wrong
     match event["event"]:
         case "restarted":
             return event["error"]
         case "finished":
-            return event["error"]
-    return event["trial"]
+            return event["error"]  # wrong
+    return event["trial"]  # wrong
+
+
+def send(plan: WorkerPlan) -> list[FromWorker]:
+    plan["checkpoint_evry"] = 1  # wrong
+    return [
+        Ended(ENDED, "a", {"how": "done", "text": "", "retire": ""}),
+        Ended(ENDED, "a", {"how": "done", "text": "", "retires": ""}),  # wrong
+        Died(ENDED, "a", "why"),  # wrong
+        Died(DIED, "a", "why"),
+    ]
+
+
+def receive(message: FromWorker) -> str:
+    if message.kind == DIED:
+        return message.payload
+    if message.kind == ENDED:
+        return message.payload["hwo"]  # wrong
+    return ""
 """
-WRONG = {6, 7, 8, 9, 16, 21, 22}
-"""Lines of :data:`MISTYPED` with an error."""
 
 
 def test_the_golden_ledger_has_events_of_these_types() -> None:
@@ -61,11 +78,10 @@ def test_only_keys_that_may_be_missing_are_optional() -> None:
 
 @pytest.mark.slow
 def test_a_mistyped_key_is_a_type_error(tmp_path: Path) -> None:
+    """With the repository's own settings and cache, as ``mypy`` alone."""
     (tmp_path / "snippet.py").write_text(MISTYPED)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache")]
-    done = subprocess.run(
-        [*command, str(tmp_path / "snippet.py")],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "mypy", str(tmp_path / "snippet.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
-    assert found == WRONG, done.stdout
+    wrong = {n for n, line in enumerate(MISTYPED.splitlines(), 1) if line.endswith("# wrong")}
+    assert found == wrong, done.stdout
