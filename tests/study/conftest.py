@@ -17,7 +17,7 @@ import pytest
 from study.config import StudyConfig
 from study.config.compose import load
 from study.execution.ray_session import ENVIRONMENT
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import FILE
 from study.ledger.state import fold
 from study.plan.plan import make_plan

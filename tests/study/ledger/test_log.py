@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from study.errors import UserError
-from study.ledger.lines import Event, seal
+from study.ledger.events import Event
+from study.ledger.lines import seal
 from study.ledger.lock import LOCK, is_locked
 from study.ledger.log import (
     FILE,

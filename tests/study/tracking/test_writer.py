@@ -18,7 +18,7 @@ import pytest
 
 from study.api import run_study
 from study.config import StudyConfig
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import Ledger
 from study.ledger.state import FINISHED
 from study.tracking.sinks import Sinks
