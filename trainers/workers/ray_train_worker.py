@@ -207,8 +207,7 @@ def build_trainer(
         labels: Ray's label selector for the workers' nodes; None for any node.
         callbacks: such as :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
-    most = config.workers
-    resume = list(resume_from)
+    most, resume = config.workers, list(resume_from)
     plan: GangPlan = {"config": config.to_dict(), "versions": versions(), "resume_from": resume}
     plan |= {"data": list(data), "origin": origin or {}}
     return TorchTrainer(
