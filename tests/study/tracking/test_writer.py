@@ -92,7 +92,7 @@ from study.tracking.supervisor import Tracker
 folder, uri, events = Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
 with Ledger(folder) as ledger:
     for event in events:
-        ledger.append(**{key: value for key, value in event.items() if key != "time"})
+        ledger.append({key: value for key, value in event.items() if key != "time"})
     Tracker(folder, uri, folder.parent / "artifacts", print).start()
     os.kill(os.getpid(), signal.SIGKILL)
 """
