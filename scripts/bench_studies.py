@@ -32,7 +32,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import ENDED, fold
 

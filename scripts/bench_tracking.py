@@ -181,10 +181,12 @@ def bench_stall() -> None:
                 for epoch in range(1000):
                     start = time.perf_counter()
                     ledger.append(
-                        "report",
-                        trial=f"stall {name}",
-                        epoch=epoch,
-                        metrics={f"m{index}": 1.0 for index in range(METRICS)},
+                        {
+                            "event": "report",
+                            "trial": f"stall {name}",
+                            "epoch": epoch,
+                            "metrics": {f"m{index}": 1.0 for index in range(METRICS)},
+                        }
                     )
                     times[name].append(time.perf_counter() - start)
                     time.sleep(0.002)

@@ -26,7 +26,7 @@ from study.execution.preflight import check_same_data, check_same_name, prefligh
 from study.execution.runner import run_plan
 from study.execution.tune.options import TuneOptions
 from study.execution.tune.start import RayStart
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
 from study.ledger.provenance import hardware, provenance
@@ -157,7 +157,7 @@ def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
         if not _in_plan(plan, before) or before.plan.get("study") != plan.study.to_dict():
             try:
                 _enter_plan(plan, data, ledger, ALL)
-                ledger.append("ended", outcome="stopped")
+                ledger.append({"event": "ended", "outcome": "stopped"})
             except LedgerError as error:
                 raise storage_refused(f"storage: ledger: {error}", ledger.folder) from None
         return ledger.folder
@@ -212,14 +212,15 @@ def _in_plan(plan: Plan, state: StudyState) -> bool:
 def _enter_plan(
     plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str, began: float | None = None
 ) -> None:
-    made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
-    if launch := launch_of_job(LOADED):
-        made_with["launch"] = launch
-    stated = state_claims(plan.study.to_dict())
-    noted: dict[str, Any] = {"only": only, "stated": stated}
+    code, here, launch = provenance(), hardware(), launch_of_job(LOADED)
+    planned = plan.to_event(ledger.id)
+    planned |= {"only": only, "stated": state_claims(plan.study.to_dict())}
     if began is not None:
-        noted["prepared"] = time.monotonic() - began
-    ledger.append("planned", ledger=ledger.id, **plan.to_event(), **noted, **made_with)
+        planned["prepared"] = time.monotonic() - began
+    planned |= {"data": data, "provenance": code, "hardware": here}
+    if launch:
+        planned["launch"] = launch
+    ledger.append(planned)
 
 
 def _begin(
@@ -272,7 +273,7 @@ def _run(
     ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
-    edited = lambda limits: ledger.append("edited", limits=limits)  # noqa: E731
+    edited = lambda limits: ledger.append({"event": "edited", "limits": limits})  # noqa: E731
     control, outcome = Control(folder, state, plan.study.limits, edited, spent), "interrupted"
     try:
         run_plan(plan, ledger, state, control, node, ids, say, ray=ray)
@@ -283,7 +284,7 @@ def _run(
     finally:
         later.start()
         with control.watch_storage():
-            ledger.append("ended", outcome=outcome)
+            ledger.append({"event": "ended", "outcome": outcome})
         view.stop()
         # writing a report would create the deleted folder again
         report = None if isinstance(ledger.broken, LedgerGoneError) else folder / "report"

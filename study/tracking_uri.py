@@ -219,7 +219,7 @@ def reveal(uri: str) -> str:
     return found
 
 
-def stored(events: Iterable[dict[str, Any]]) -> list[str]:
+def stored(events: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the masked addresses whose passwords a ledger contains.
 
     Earlier versions stored passwords in the ledger.

@@ -358,7 +358,7 @@ def test_every_ledger_event_is_listed_and_written(monkeypatch: pytest.MonkeyPatc
 
     listed = [entry.event for entry in ledger_events.listed()]
     assert len(listed) == len(set(listed)) == 16
-    assert ledger_events.writers().keys() - {"ledger"} == set(listed)
+    assert ledger_events.writers().keys() == set(listed)
 
 
 def test_number_formats_are_all_on_their_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,41 +1,43 @@
-"""Makes the reference page of ledger events from the list in ``study.ledger.log`` and the calls
-that write them."""
+"""Makes the reference page of ledger events from their types and the places that write them."""
 
 from __future__ import annotations
 
 import ast
-import re
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from study.ledger import lines, log, state
+from study.ledger import events, state
 
 ROOT = Path(__file__).parents[2]
-INDENT = 4
-"""Spaces before an entry of the list; what continues an entry has more."""
 
 
 class Entry(NamedTuple):
-    """An event of the list: its name, its meaning, and the keys of its line."""
+    """An event: its name, what has happened, and the keys of its line."""
 
     event: str
     meaning: str
     keys: str
 
 
+def entry(kind: Any) -> Entry:
+    """Return the entry of a typed dict."""
+    (event,) = get_args(kind.__annotations__["event"])
+    own = [
+        key for key in kind.__annotations__ if key not in {"event", *events.Common.__annotations__}
+    ]
+    optional = ", ".join(key for key in own if key in kind.__optional_keys__)
+    keys = ", ".join(key for key in own if key in kind.__required_keys__)
+    return Entry(
+        event, inspect.getdoc(kind) or "", keys + (f"; optional {optional}" if optional else "")
+    )
+
+
 def listed() -> list[Entry]:
-    """Return the events that the docstring of ``study.ledger.log`` lists."""
-    _, _, text = (log.__doc__ or "").partition("(seconds since 1970)::\n\n")
-    rows: list[list[str]] = []
-    for line in text.split("\n\n")[0].splitlines():
-        cells = re.split(r" {2,}", line.strip())
-        if len(line) - len(line.lstrip()) == INDENT:
-            rows.append([*cells, "", ""][:3])
-        else:  # the rest of the last cell
-            rows[-1][2 if rows[-1][2] else 1] += f" {cells[0]}"
-    return [Entry(*row) for row in rows]
+    """Return the events of a ledger."""
+    return [entry(kind) for kind in get_args(events.Event)]
 
 
 def strings(node: ast.AST) -> Iterator[str]:
@@ -48,24 +50,18 @@ def strings(node: ast.AST) -> Iterator[str]:
 
 
 def written(tree: ast.AST) -> Iterator[str]:
-    """Yield the events that a file writes: ``{"event": ...}`` and ``ledger.append(...)``."""
+    """Yield the events that a file writes: ``{"event": ...}``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and key.value == "event":
                     yield from strings(value)
-        elif (
-            isinstance(node, ast.Call)
-            and node.args
-            and ast.unparse(node.func) in ("ledger.append", "self._ledger.append")
-        ):
-            yield from strings(node.args[0])
 
 
 def writers() -> dict[str, list[str]]:
     """Return the files that write each event, by the event's name."""
     found: dict[str, set[str]] = defaultdict(set)
-    names = {entry.event for entry in listed()} | {lines.HEADER}
+    names = {found.event for found in listed()}
     for path in sorted((ROOT / "study").rglob("*.py")):
         for event in written(ast.parse(path.read_text())):
             if event in names:
@@ -82,7 +78,7 @@ def page() -> str:
     """Return the page of ledger events."""
     files = writers()
     rows = [
-        f"| `{event}` | {cell(meaning)} | {cell(keys)} |"
+        f"| `{event}` | {cell(' '.join(meaning.split()))} | {cell(keys)} |"
         f" {', '.join(f'`{name}`' for name in files.get(event, []))} |"
         for event, meaning, keys in listed()
     ]

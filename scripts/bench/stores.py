@@ -102,13 +102,7 @@ def made_up(folder: Path, trials: int, reports: int, metrics: int) -> None:
     }  # fmt: skip
     now = time.time()
     events: list[dict[str, Any]] = [
-        {
-            "event": "planned",
-            "ledger": folder.name,
-            **plan.to_event(),
-            "data": data,
-            "provenance": provenance,
-        }
+        {**plan.to_event(folder.name), "data": data, "provenance": provenance}
     ]
     for trial in plan.trials:
         events.append({"event": "started", "trial": trial.id})
@@ -149,7 +143,7 @@ def made_up_search(folder: Path) -> None:
     plan = make_plan(settings)
     made_up(folder, 1, 1, 1)
     first = json.loads((folder / FILE).read_text().splitlines()[0])
-    events = [{**first, **plan.to_event()}]
+    events = [{**first, **plan.to_event(first["ledger"])}]
     for place, trial in enumerate(plan.trials):
         rate = trial.config.optimizer.lr
         events.append({"event": "started", "trial": trial.id})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.state import StudyState
 
 

@@ -24,7 +24,7 @@ from study.config.claims import digest, statement
 from study.config.compose import as_overrides
 from study.config.keys import leaves, lookup, without, without_folders
 from study.config.yaml_loader import parse
-from study.ledger.lines import Event
+from study.ledger.events import Planned
 from study.ledger.state import StudyState
 from study.plan.identity import code_digests
 from study.text import when
@@ -87,7 +87,7 @@ def state_claims(study: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def statement_of(
-    plan: Event, code: Mapping[str, str] = MappingProxyType({}), like: Event | None = None
+    plan: Planned, code: Mapping[str, str] = MappingProxyType({}), like: Planned | None = None
 ) -> dict[str, Any]:
     """Return the statement in a ``planned`` event, in the form of the version that wrote it.
 
@@ -119,13 +119,13 @@ def stated(state: StudyState) -> Stated | None:
     )
 
 
-def _code_of_trials(plan: Event) -> set[str]:
+def _code_of_trials(plan: Planned) -> set[str]:
     """Return the digests of the user's code in all trials of a ``planned`` event."""
     digests = code_digests(trial["config"] for trial in plan.get("trials", []))
     return set().union(*digests.values())
 
 
-def _code_now(plan: Event) -> dict[str, str]:
+def _code_now(plan: Planned) -> dict[str, str]:
     """Return the current SHA-256 of each check function's file, by claim.
 
     Missing files are left out; such a claim is undecided, with a note.
@@ -135,7 +135,7 @@ def _code_now(plan: Event) -> dict[str, str]:
     return {name: digest for name, digest in found.items() if digest}
 
 
-def differences_of(plan: Event, file: Mapping[str, Any]) -> list[str]:
+def differences_of(plan: Planned, file: Mapping[str, Any]) -> list[str]:
     """Return the keys and claims in which a study's file differs from a plan.
 
     Args:

@@ -13,6 +13,7 @@ from study.config import StudyConfig, check_tracking_uri, default_tracking_uri
 from study.errors import UserError
 from study.execution.preflight import check_address
 from study.execution.ray_session import ray_session
+from study.ledger.events import trial_of
 from study.ledger.lock import LOCK
 from study.ledger.log import how_to_repair, open_ledger, read_ledger
 from study.ledger.provenance import hardware, provenance
@@ -124,11 +125,8 @@ def repair_study(
     say(f"Kept: {done.kept}" if done.kept else "There was no file to keep.")
     for event in done.recovered[:RECOVERED_SHOWN]:
         epoch = f", epoch {event['epoch']}" if "epoch" in event else ""
-        say(
-            f"Restored: {event['event']} of trial"
-            f" {event.get('trial', event.get('planned', {}).get('id'))}{epoch}"
-            f" ({event['recovered']})"
-        )
+        trial = event["planned"]["id"] if event["event"] == "added" else trial_of(event)
+        say(f"Restored: {event['event']} of trial {trial}{epoch} ({event['recovered']})")
     if len(done.recovered) > RECOVERED_SHOWN:
         say(f"Restored: {len(done.recovered) - RECOVERED_SHOWN} more events")
     for line in done.lost:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from study.config import StudyConfig
 from study.execution.control import Control
 from study.execution.engine import EPSILON, Engine
-from study.ledger.lines import Event
+from study.ledger.events import Failed
 from study.ledger.state import StudyState
 from study.plan.durations import expected_seconds
 from study.plan.engines import resources_of
@@ -58,7 +58,7 @@ class Admission:
         self._lonely_since: float | None = None
         self._told: set[str] = set()
 
-    def hand_out(self, start: Start, fail: Callable[[Event], None]) -> bool:
+    def hand_out(self, start: Start, fail: Callable[[Failed], None]) -> bool:
         """Start all trials whose resources are free; return whether more trials wait.
 
         Args:
@@ -80,7 +80,7 @@ class Admission:
         """Return whether ``max_concurrent`` allows one more trial."""
         return len(self.engine.running) < (self._study.max_concurrent or math.inf)
 
-    def _give_up(self, trial: PlannedTrial) -> Event | None:
+    def _give_up(self, trial: PlannedTrial) -> Failed | None:
         """Return the ``failed`` event of a trial that needs more than this machine has.
 
         On a cluster, which may grow, the trial waits, and the user sees one message.

@@ -29,7 +29,7 @@ import psutil
 from study.config.metric import DERIVED
 from study.errors import UserError, refusals
 from study.execution.control import storage_refused
-from study.ledger.lines import Event
+from study.ledger.events import Event, Started
 from study.ledger.lock import is_locked
 from study.ledger.log import Ledger, LedgerError, read_ledger
 from study.ledger.state import ENDED, FAILED, RUNNING, StudyState, TrialState, fold
@@ -83,12 +83,16 @@ def ask(folder: Path) -> Suggestion | None:
             plan = adopt(make_plan(state.config), state)
             _refuse_changed(plan, state)
             agenda = Agenda(
-                plan, state, lambda trial: _discard(ledger.append("added", planned=trial.to_dict()))
+                plan,
+                state,
+                lambda trial: _discard(
+                    ledger.append({"event": "added", "planned": trial.to_dict()})
+                ),
             )
         while (trial := agenda.next()) is not None:
             if not _is_taken(state.known[trial.id], askers):
-                here = {"pid": os.getpid(), "host": socket.gethostname()}
-                ledger.append("started", trial=trial.id, **here)
+                pid, host = os.getpid(), socket.gethostname()
+                ledger.append({"event": "started", "trial": trial.id, "pid": pid, "host": host})
                 return _suggestion(state.known[trial.id])
         if agenda.exhausted:
             _end(ledger, state)
@@ -195,13 +199,13 @@ def _opened(folder: Path) -> Iterator[tuple[Ledger, StudyState]]:
         raise storage_refused(f"storage: ledger: {error}", folder) from None
 
 
-def _askers(events: list[Event]) -> dict[str, Event]:
+def _askers(events: list[Event]) -> dict[str, Started]:
     """Return the last ``started`` event of each trial that was last started by ``ask``."""
     last = {event["trial"]: event for event in events if event["event"] == "started"}
     return {trial: event for trial, event in last.items() if "pid" in event}
 
 
-def _is_taken(trial: TrialState, askers: dict[str, Event]) -> bool:
+def _is_taken(trial: TrialState, askers: dict[str, Started]) -> bool:
     """Return whether a process may still report the trial, or a run has begun it."""
     if trial.reports:
         return True
@@ -268,7 +272,7 @@ def _end(ledger: Ledger, state: StudyState) -> None:
     """Record the end of the study once every trial has ended."""
     if state.outcome == "stopped" and all(trial.status in ENDED for trial in state.trials):
         failed = any(trial.status == FAILED for trial in state.trials)
-        ledger.append("ended", outcome="failed" if failed else "finished")
+        ledger.append({"event": "ended", "outcome": "failed" if failed else "finished"})
 
 
 def _discard(_: object) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from trainers.workers.messages import WorkerPlan
 from trainers.workers.resources import WorkerResources
 
 EPSILON = 1e-6
@@ -77,7 +78,7 @@ class Engine(Protocol):
         """Return the CPUs, GPUs and machines that trials may use."""
 
     def start(
-        self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]
+        self, trial: str, shape: WorkerResources, make_plan: Callable[[], WorkerPlan]
     ) -> Started | None:
         """Start a trial if its resources are free; else return None."""
 

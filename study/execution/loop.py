@@ -17,7 +17,7 @@ from study.execution.control import Control, Wish, grace_seconds, is_full
 from study.execution.engine import Engine
 from study.execution.schedulers import make_scheduler
 from study.execution.silence import Watch, describe_silence
-from study.ledger.lines import Event
+from study.ledger.events import Event, Started
 from study.ledger.log import Ledger
 from study.ledger.reports import Reports, began, metrics_of
 from study.ledger.slots import Waiting
@@ -42,7 +42,9 @@ from trainers.workers.messages import (
     REPORT,
     STOPPED,
     UNPLACED,
-    Message,
+    ForLoop,
+    Places,
+    WorkerPlan,
 )
 from trainers.workers.out_of_memory import relief
 from trainers.workers.resources import (
@@ -98,7 +100,7 @@ class Loop:
         self._shapes: dict[str, WorkerResources] = {}
         self._admission = Admission(study, agenda, state, control, pool, say)
         self._moving: set[str] = set()
-        self._unplaced: dict[str, Event] = {}
+        self._unplaced: dict[str, Started] = {}
         """``started`` events of trials whose machines are not known yet."""
         self._waiting = False
         self._left = set[str]()
@@ -212,11 +214,11 @@ class Loop:
         self._watch.hear(trial.id)
         self._shapes[trial.id] = shape
         self._moving.discard(trial.id)
-        event = {
+        event: Started = {
             "event": "started",
             "trial": trial.id,
             "slots": running.slots,
-            "hosts": running.hosts,
+            "hosts": list(running.hosts),
             "cpus": shape.cpus,
             "gpus": shape.gpus_in_all,
         }
@@ -226,7 +228,7 @@ class Loop:
             self._unplaced[trial.id] = event
         return True
 
-    def take_in(self, messages: list[Message]) -> None:
+    def take_in(self, messages: list[ForLoop]) -> None:
         """Write the trials' messages to the ledger, then act on them."""
         events: list[Event] = []
         again: list[str] = []
@@ -234,28 +236,24 @@ class Loop:
             if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind == PLACED:
-                place = message.payload
-                known = {"hosts": place["hosts"], "actor": place["actor"]}
-                events += self._note_place(message.trial, known)
+                events += self._note_place(message.trial, message.payload)
             elif message.kind == UNPLACED:
                 self._watch.forget(message.trial)
                 del self._unplaced[message.trial]
                 again.append(message.trial)
-            elif message.kind in (BEGAN, REPORT):
-                take = began if message.kind == BEGAN else self._reports.take
-                news = take(message.trial, message.payload)
-                if self._failures[message.trial] and any(map(self._is_new, news)):
-                    del self._failures[message.trial]
-                events += news
+            elif message.kind == BEGAN:
+                events += self._forgive(message.trial, began(message.trial, message.payload))
+            elif message.kind == REPORT:
+                news = self._reports.take(message.trial, message.payload)
+                events += self._forgive(message.trial, news)
             else:
                 self._watch.forget(message.trial)
-                events += self._note_place(message.trial, {})
-                how, text = (
-                    (DIED, message.payload)
-                    if message.kind == DIED
-                    else (message.payload["how"], message.payload["text"])
-                )
-                event = self._end(message.trial, how, text)
+                events += self._note_place(message.trial, None)
+                if message.kind == DIED:
+                    event = self._end(message.trial, DIED, message.payload)
+                else:
+                    end = message.payload
+                    event = self._end(message.trial, end["how"], end["text"])
                 events += [event] if event else []
                 again += (
                     [message.trial] if event and event["event"] in ("restarted", "relieved") else []
@@ -269,21 +267,30 @@ class Loop:
             if message.kind == REPORT:
                 self._schedule(message.trial, message.payload)
 
-    def _note_place(self, trial: str, place: dict[str, Any]) -> list[Event]:
+    def _note_place(self, trial: str, place: Places | None) -> list[Event]:
         """Return the ``started`` event of a trial if it is still missing."""
         event = self._unplaced.pop(trial, None)
-        return [] if event is None else [event | place]
+        if event is not None and place is not None:
+            event |= {"hosts": place["hosts"], "actor": place["actor"]}
+        return [] if event is None else [event]
+
+    def _forgive(self, trial: str, events: list[Event]) -> list[Event]:
+        """Return a trial's events; a new epoch among them resets the number of its deaths."""
+        if self._failures[trial] and any(map(self._is_new, events)):
+            del self._failures[trial]
+        return events
 
     def _is_new(self, event: Event) -> bool:
         """Return whether an event reports a new epoch of its trial."""
-        known = self._state.known[event["trial"]]
-        return event["event"] == "report" and int(event["epoch"]) > known.epoch
+        if event["event"] != "report":
+            return False
+        return int(event["epoch"]) > self._state.known[event["trial"]].epoch
 
     def _end(self, trial: str, how: str, text: str) -> Event | None:
         """Return the event of a trial's end; None if it left early or the storage failed."""
         test = self._reports.tested(trial)
         if how == DONE and test is not None:
-            return {"event": "finished", "trial": trial, **test}
+            return test
         if how == DONE:
             return {
                 "event": "failed",
@@ -310,8 +317,9 @@ class Loop:
         if trial in self._moving:  # it could not leave in time, which is not its fault
             return {"event": "restarted", "trial": trial, "error": f"its node was drained: {text}"}
         self._failures[trial] += 1
-        gone = self._failures[trial] > self._study.max_failures
-        return {"event": "failed" if gone else "restarted", "trial": trial, "error": text}
+        if self._failures[trial] > self._study.max_failures:
+            return {"event": "failed", "trial": trial, "error": text}
+        return {"event": "restarted", "trial": trial, "error": text}
 
     def _schedule(self, trial: str, result: dict[str, Any]) -> None:
         """Ask the scheduler whether a trial continues; confirmation runs always continue."""
@@ -387,8 +395,8 @@ class Loop:
     def _shape(self, trial: PlannedTrial) -> WorkerResources:
         return resources_of(self._study, trial, self._agenda.epoch_seconds())
 
-    def _plan(self, trial: PlannedTrial, executor: str) -> dict[str, Any]:
-        """Return the task of the trial's processes (:mod:`trainers.workers.worker_process`)."""
+    def _plan(self, trial: PlannedTrial, executor: str) -> WorkerPlan:
+        """Return the task of the trial's processes."""
         study, by_train = self._study, executor == RAY_TRAIN
         return {
             "config": trial.config.to_dict(),

@@ -76,7 +76,7 @@ def run_plan(
     """
 
     def enter(trial: PlannedTrial) -> None:
-        ledger.append("added", planned=trial.to_dict())
+        ledger.append({"event": "added", "planned": trial.to_dict()})
         if plan.study.search.population:
             continuations(ledger, state, [state.known[trial.id]])
 

@@ -53,8 +53,10 @@ def describe_silence(trial: TrialState, quiet: float, heartbeat: float | None) -
         remedy = f"after heartbeat={heartbeat:g} s it is restarted from its last checkpoint"
     else:
         usually = 60 * math.ceil(patience(trial) / 60)
-        last = trial.reports[trial.epoch] if _has_reported(trial) else {}
-        process = f"kill process {last['pid']} on {last['host']}, or " if last.get("pid") else ""
+        last = trial.reports[trial.epoch] if _has_reported(trial) else None
+        process = ""
+        if last is not None and last.get("pid"):
+            process = f"kill process {last['pid']} on {last['host']}, or "
         remedy = (
             f"if it hangs, {process}end the study and run it again with heartbeat={usually}; either"
             " begins it again from its last checkpoint"

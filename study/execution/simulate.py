@@ -60,7 +60,7 @@ class SimulatedRun:
 
 def _scheduler_of(plan: Plan) -> Scheduler | None:
     state = StudyState()
-    state.apply({"event": "planned", "time": 0.0, **plan.to_event(), "data": []})
+    state.apply(plan.to_event() | {"time": 0.0, "data": []})
     return make_scheduler(plan.study.search, state)
 
 

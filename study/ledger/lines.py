@@ -22,10 +22,12 @@ import json
 import re
 import zlib
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final
+
+from study.ledger.events import Event, Line
 
 VERSION = 2
-HEADER = "ledger"
+HEADER: Final = "ledger"
 MARK = b', "check": "'
 SEAL = len(MARK) + 8 + len(b'"}')
 """Number of bytes of a line from :data:`MARK` to its end."""
@@ -38,8 +40,6 @@ MOST_LOST = 10_000
 """Most missing lines that are named each."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LONG = re.compile(rb"\d{19}")
-
-Event: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Lines:
         self._lose(range(last + 1, events + 1), self._line + 1)
         self.number = max(last, events)
 
-    def _enter(self, number: int, event: Event) -> tuple[int, Event] | None:
+    def _enter(self, number: int, event: Line) -> tuple[int, Event] | None:
         if number <= self.number:
             return self._late(number, event)
         self._resolve(number, event["event"])
@@ -123,7 +123,7 @@ class Lines:
         self.id = self.id or str(event.get("ledger", ""))
         return number, event
 
-    def _late(self, number: int, event: Event) -> tuple[int, Event] | None:
+    def _late(self, number: int, event: Line) -> tuple[int, Event] | None:
         """Note a line whose number has been passed: a repetition, or a line out of its place."""
         missed = self._missing.pop(number, None)
         self._note(
@@ -187,13 +187,13 @@ def encodable(event: Event) -> Event:
     return event
 
 
-def seal(event: Event, number: int) -> bytes:
+def seal(event: Line, number: int) -> bytes:
     """Return the line of an event, its line break included."""
     body = json.dumps({**event, "n": number})[:-1].encode()
     return body + MARK + b'%08x"}\n' % zlib.crc32(body)
 
 
-def unseal(line: bytes) -> tuple[int | None, Event | None]:
+def unseal(line: bytes) -> tuple[int | None, Line | None]:
     """Return the number and event of a line.
 
     A line of version 1 has no number; a torn or damaged one has no event.

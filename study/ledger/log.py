@@ -1,41 +1,8 @@
 """The ledger: the events of a study, one JSON object per line, on disk before anyone acts on them.
 
-It is the source of truth. MLflow and the report are made from it and can be made again. Events,
-each with ``event`` and ``time`` (seconds since 1970)::
-
-    planned     a run of the study starts                       config, trials, data, code; stated
-                                                                (digest of the statement); prepared
-                                                                (seconds since the command); launch
-                                                                (times of a launched study)
-    capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
-    started     processes start or restart a trial              trial, slots (one per rank), hosts,
-                                                                cpus, gpus; Ray's actor of a trial;
-                                                                pid and host of a user's own loop
-    report      a trial finished an epoch                       trial, epoch, metrics, pid, host,
-                                                                seconds (by its process's clock),
-                                                                repeated (seconds of earlier epochs
-                                                                that it trained again)
-    checkpoint  a trial's state is on disk                      trial, epoch, path
-    restarted   a trial continues from its last checkpoint,     trial, error
-                because its process died or its node drains
-    relieved    a trial ran out of memory; it is tried again    trial, error, relief
-                with other keys
-    damaged     a trial's checkpoint could not be read          trial, error
-    finished    a trial is done                                 trial, metrics (test/...)
-    stopped     the scheduler ended a trial early               trial, by
-    failed      a trial failed for good                         trial, error
-    added       an adaptive search proposed a trial             planned
-    edited      limits were changed while the study ran         limits
-    ended       the run is over                                 outcome: finished, failed, stopped
-                                                                or interrupted
-    repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (as
-                                                                text), marks (of its MLflow runs)
-    lost        a plan here could not be recovered              what
-
-An event that was taken over from another study or a shorter trial names it under ``source``, keeps
-its original time, and has the ``commits`` of the code and the ``machines``. An event that a repair
-restored has its origin under ``recovered``. Time differences within one writer come from a
-monotonic clock, so changes of the machine's clock do not affect them.
+It is the source of truth. MLflow and the report are made from it and can be made again. Its events
+are in :mod:`study.ledger.events`. Time differences within one writer come from a monotonic clock,
+so changes of the machine's clock do not affect them.
 
 A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first
 report of each. A machine that crashes while a line is written leaves a torn last line: readers skip
@@ -59,10 +26,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from study.ledger import storage
-from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
+from study.ledger.events import Event, Header, stamped
+from study.ledger.lines import HEADER, VERSION, Damage, Lines, encodable, seal, unseal
 from study.ledger.lock import LOCK, altered_since, closed_at, last_copy, take_lock, this_process
 from study.program import NAME, STORAGE, lns_study, own_version
 from study.tracking_uri import without_password
@@ -249,7 +217,7 @@ class Ledger:
         """
         self._listeners.append(listener)
 
-    def append(self, event: str, **values: Any) -> bool:
+    def append(self, event: Event) -> bool:
         """Write one event, stamped with the time; tell whether it was new.
 
         A repeated report is not written.
@@ -257,7 +225,7 @@ class Ledger:
         Raises:
             LedgerError: it cannot be written, or an earlier one could not.
         """
-        return bool(self.append_all([{"event": event, **values}]))
+        return bool(self.append_all([event]))
 
     def append_all(self, events: list[Event]) -> list[Event]:
         """Write several events at once, stamped with the time; return the new ones.
@@ -273,7 +241,7 @@ class Ledger:
         records = [
             record
             for event in map(encodable, map(_shown, events))
-            if _is_new(record := {"event": event["event"], "time": now, **event}, self._seen)
+            if _is_new(record := stamped(event, now), self._seen)
         ]
         if not records:
             return []
@@ -421,7 +389,7 @@ def new_id() -> str:
     return uuid.uuid4().hex[:ID_LENGTH]
 
 
-def make_header(id_: str, time_: float) -> Event:
+def make_header(id_: str, time_: float) -> Header:
     """Return the line with which a ledger, or a part of one, begins."""
     return {
         "event": HEADER,

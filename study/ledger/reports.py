@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from study.ledger.lines import Event
+from study.ledger.events import Event, Finished, Report
 from study.ledger.state import StudyState
 from trainers.user_loop import RESERVED
 from trainers.workers.messages import FINAL, HISTORY, Beginning
@@ -20,7 +20,7 @@ class Reports:
 
     def __init__(self, state: StudyState) -> None:
         self._state = state
-        self._tests: dict[str, dict[str, Any]] = {}
+        self._tests: dict[str, Finished] = {}
         self._repeated: defaultdict[str, float] = defaultdict(float)
 
     def take(self, trial: str, result: dict[str, Any]) -> list[Event]:
@@ -34,20 +34,26 @@ class Reports:
         if result["done"] and FINAL not in result:
             test = {name: epoch.pop(name) for name in list(epoch) if name.startswith("test/")}
         if test or FINAL in result:
-            self._tests[trial] = {"metrics": test}
+            self._tests[trial] = {"event": "finished", "trial": trial, "metrics": test}
         if FINAL in result:
             self._tests[trial]["epochs"] = int(result["epoch"])
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
-        process = {name: result[name] for name in ("pid", "host", "seconds")}
+        report: Report = {
+            "event": "report",
+            "trial": trial,
+            "epoch": number,
+            "metrics": epoch,
+            "pid": result["pid"],
+            "host": result["host"],
+            "seconds": result["seconds"],
+        }
         if epoch and number in self._state.known[trial].reports:
             self._repeated[trial] += result["seconds"]
         elif epoch and (repeated := self._repeated.pop(trial, 0.0)):
-            process["repeated"] = repeated
+            report["repeated"] = repeated
         if epoch:
-            events.append(
-                {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **process}
-            )
+            events.append(report)
         if result.get("checkpoint_path"):
             events.append(
                 {
@@ -59,8 +65,8 @@ class Reports:
             )
         return events
 
-    def tested(self, trial: str) -> dict[str, Any] | None:
-        """Return and remove the test metrics of an ended trial; None if it reported none."""
+    def tested(self, trial: str) -> Finished | None:
+        """Return and remove the event of a tested trial's end; None if it reported no test."""
         return self._tests.pop(trial, None)
 
 
@@ -69,12 +75,10 @@ def began(trial: str, beginning: Beginning) -> list[Event]:
 
     Its checkpoint may be newer than the last report; the ledger then gets the missing epochs.
     """
-    damaged = (
-        [{"event": "damaged", "trial": trial, "error": beginning.damaged}]
-        if beginning.damaged
-        else []
-    )
-    return [*damaged, *_past(trial, beginning.history)]
+    events = _past(trial, beginning.history)
+    if beginning.damaged:
+        events.insert(0, {"event": "damaged", "trial": trial, "error": beginning.damaged})
+    return events
 
 
 def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:

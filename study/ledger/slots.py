@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from study.ledger.lines import Event
+from study.ledger.events import Event, Planned, Report, Started, TrialValues, trial_of
 
 AGAIN = ("restarted", "relieved")
 """Events that end an interval and after which the trial waits to be started again."""
@@ -128,7 +128,7 @@ class Run:
     _alone_since: float | None = None
 
     @staticmethod
-    def of(planned: Event) -> Run:
+    def of(planned: Planned) -> Run:
         """Return the run that a ``planned`` event begins."""
         run = Run(
             begin=planned["time"] - planned.get("prepared", 0.0),
@@ -150,22 +150,22 @@ class Run:
         """
         if "source" in event or self.over:
             return
-        kind, time, trial = event["event"], event["time"], event.get("trial", "")
+        time, trial = event["time"], trial_of(event)
         self.end = time
-        if kind == "capacity":
+        if event["event"] == "capacity":
             self.capacity.append(
                 Capacity(time=time, cpus=event["cpus"], gpus=event["gpus"], nodes=event["nodes"])
             )
-        elif kind == "added":
+        elif event["event"] == "added":
             self._know(event["planned"])
             self._waiting[event["planned"]["id"]] = time
-        elif kind == "started" and "slots" in event:
+        elif event["event"] == "started" and "slots" in event:
             self._start(event)
-        elif kind == "report" and trial in self.running:
+        elif event["event"] == "report" and trial in self.running:
             self._report(self.running[trial], event)
-        elif kind in ENDS and trial in self.running:
-            self._end(trial, time, kind)
-        elif kind == "ended":
+        elif event["event"] in ENDS and trial in self.running:
+            self._end(trial, time, event["event"])
+        elif event["event"] == "ended":
             self.outcome = event["outcome"]
             self.close()
 
@@ -189,12 +189,12 @@ class Run:
         begin, intervals = self.intervals[0].begin, [*self.intervals, *trials]
         return replace(self, begin=begin, end=now, over=True, intervals=intervals)
 
-    def _know(self, trial: dict[str, Any]) -> None:
+    def _know(self, trial: TrialValues) -> None:
         self.rows[trial["id"]] = trial["row"]
         if trial.get("config", {}).get("trainable", {}).get("name"):
             self.own_loops.add(trial["id"])
 
-    def _start(self, event: Event) -> None:
+    def _start(self, event: Started) -> None:
         trial, time = event["trial"], event["time"]
         if trial in self.running:
             self._end(trial, time, INTERRUPTED)
@@ -213,7 +213,7 @@ class Run:
         self.running[trial] = interval
         self._alone_since = time if len(self.running) == 1 else None
 
-    def _report(self, interval: Interval, event: Event) -> None:
+    def _report(self, interval: Interval, event: Report) -> None:
         """Note an epoch, and whether it was trained alone.
 
         What the driver hears of at once has one time. Only an epoch after a report that came later

@@ -11,12 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, cast
 
 from study.config import StudyConfig
 from study.config.keys import apply
 from study.config.search import MOST_VALUES
-from study.ledger.lines import Event
+from study.ledger.events import Event, Planned, Report, TrialEvent, TrialValues
 from study.ledger.slots import Run, follow
 from study.text import NAME, cut, one_line
 from study.tracking_uri import without_passwords
@@ -26,7 +26,10 @@ ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
 """Options for the trials of a run: all unfinished ones; unfinished ones that have not failed; only
 failed ones."""
 
-PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
+PLANNED, RUNNING = "planned", "running"
+FINISHED: Final = "finished"
+FAILED: Final = "failed"
+STOPPED: Final = "stopped"
 ENDED = (FINISHED, FAILED, STOPPED)
 """Final states of a trial in this run of the study: done, given up, or ended by the scheduler."""
 ID = re.compile(r"[\w-]+")
@@ -74,7 +77,7 @@ class TrialState:
     seed: int
     config: dict[str, Any]
     status: str = PLANNED
-    reports: dict[int, Event] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
     test: dict[str, float] = field(default_factory=dict)
     checkpoints: list[str] = field(default_factory=list)
     restarts: int = 0
@@ -136,7 +139,7 @@ class StudyState:
     """State of a study from its ledger.
 
     Attributes:
-        plan: last ``planned`` event.
+        plan: last ``planned`` event; {} before the first.
         stated: last ``planned`` event before the first trial started or was copied; the first
             ``planned`` event if that is unknown.
         known: all trials of all plans, by id.
@@ -148,8 +151,8 @@ class StudyState:
         latest: mark of the last event, see :meth:`is_own`; "" before the first.
     """
 
-    plan: Event = field(default_factory=dict)
-    stated: Event = field(default_factory=dict)
+    plan: Planned = field(default_factory=lambda: cast(Planned, {}))
+    stated: Planned = field(default_factory=lambda: cast(Planned, {}))
     known: dict[str, TrialState] = field(default_factory=dict)
     limits: dict[str, Any] | None = None
     outcome: str = ""
@@ -157,7 +160,7 @@ class StudyState:
     damage: str = ""
     latest: str = ""
     _marks: set[str] = field(default_factory=set)
-    _early: dict[str, list[Event]] = field(default_factory=dict)
+    _early: dict[str, list[TrialEvent]] = field(default_factory=dict)
     _made: tuple[Any, StudyConfig] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -214,7 +217,7 @@ class StudyState:
         the trial, since the plan that did may have been lost.
         """
         self.latest = mark_of(event)
-        self._marks.update([self.latest, *event.get("marks", [])])
+        self._marks.add(self.latest)
         follow(self.runs, event)
         if event["event"] == "planned":
             self._plan(event)
@@ -230,10 +233,13 @@ class StudyState:
             }
         elif event["event"] == "ended":
             self.outcome = event["outcome"]
-        elif (trial := self.known.get(event.get("trial", ""))) is not None:
-            _apply_to_trial(trial, self._with_origin(event), self.plan)
+        elif event["event"] == "repaired":
+            self._marks.update(event.get("marks", []))
         elif "trial" in event:
-            self._early.setdefault(event["trial"], []).append(event)
+            if (trial := self.known.get(event["trial"])) is not None:
+                _apply_to_trial(trial, self._with_origin(event), self.plan)
+            else:
+                self._early.setdefault(event["trial"], []).append(event)
 
     def is_own(self, mark: str) -> bool:
         """Return whether an object with this mark was made from this ledger, or from the ledger
@@ -244,17 +250,17 @@ class StudyState:
         """
         return mark in self._marks
 
-    def _with_origin(self, event: Event) -> Event:
-        """Add seconds and code of the trial that an event was taken over from.
+    def _with_origin(self, event: TrialEvent) -> TrialEvent:
+        """Add seconds and code of the trial that a report was taken over from.
 
         Earlier versions did not write them.
         """
         origin = self.known.get(event.get("source", ""))
-        if origin is None or "commits" in event:
+        if origin is None or "commits" in event or event["event"] != "report":
             return event
         return {"seconds": origin.took.get(event["epoch"]), "commits": origin.commits, **event}
 
-    def _plan(self, event: Event) -> None:
+    def _plan(self, event: Planned) -> None:
         seeds = event["study"].get("seeds")
         if isinstance(seeds, list) and len(seeds) > MOST_VALUES:  # before whatever takes a minute
             raise ValueError(f"seeds: {len(seeds):,}; must be at most {MOST_VALUES:,}")
@@ -271,7 +277,7 @@ class StudyState:
         for trial in event["trials"]:
             self._add(trial, retry=event.get("only") != UNFINISHED)
 
-    def _add(self, trial: dict[str, Any], *, retry: bool = True) -> None:
+    def _add(self, trial: TrialValues, *, retry: bool = True) -> None:
         if not ID.fullmatch(trial["id"]):  # names folders
             raise ValueError(
                 f"the ledger names a trial {trial['id']!r}, and ids have letters, digits, - and _"
@@ -297,7 +303,7 @@ def mark_of(event: Event) -> str:
     return repr(float(event["time"]))
 
 
-LOST: Event = {"provenance": {"commit": "unknown", "dirty": None}}
+LOST = cast(Planned, {"provenance": {"commit": "unknown", "dirty": None}})
 """Placeholder for a lost plan."""
 
 
@@ -338,10 +344,10 @@ def fold(events: Iterable[Event]) -> StudyState:
     return state
 
 
-def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
-    kind, time = event["event"], event["time"]
+def _apply_to_trial(trial: TrialState, event: TrialEvent, plan: Planned) -> None:
+    time = event["time"]
     trial.source = event.get("source", trial.source)
-    if kind == "started":
+    if event["event"] == "started":
         trial.status, trial.started = RUNNING, trial.started or time
         trial.last_heard = trial.process_since = time
         trial.actor = event.get("actor", "")
@@ -354,28 +360,28 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
         elsewhere = "source" in event or "pid" in event  # taken over, or asked for by a loop
         machine = {} if elsewhere else plan.get("hardware", {})
         _note_machines(trial, event.get("machines", [machine]))
-    elif kind == "report":
+    elif event["event"] == "report":
         if event["epoch"] not in trial.reports:
             trial.reports[event["epoch"]] = event
             _take_time(trial, event)
         trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", [])]))
         _note_machines(trial, event.get("machines", []))
         trial.last_heard = time
-    elif kind == "checkpoint":
+    elif event["event"] == "checkpoint":
         trial.checkpoints.append(event["path"])
-    elif kind == "restarted":
+    elif event["event"] == "restarted":
         trial.restarts, trial.error = trial.restarts + 1, event["error"]
         trial.process_since = None
-    elif kind == "relieved":
+    elif event["event"] == "relieved":
         trial.status, trial.error, trial.relief = PLANNED, event["error"], event["relief"]
         trial.config = apply(trial.config, trial.relief)
-    elif kind == "finished":
+    elif event["event"] == "finished":
         trial.status, trial.test, trial.ended, trial.error = FINISHED, event["metrics"], time, ""
-    elif kind == "stopped":
+    elif event["event"] == "stopped":
         trial.status, trial.stopped_by, trial.ended = STOPPED, event["by"], time
-    elif kind == "failed":
+    elif event["event"] == "failed":
         trial.status, trial.error, trial.ended = FAILED, event["error"], time
-    if kind in ENDED:
+    if event["event"] in ENDED:
         trial.ends.append(
             (time, trial.seconds if trial.took.keys() == trial.reports.keys() else None)
         )
@@ -385,7 +391,7 @@ def _note_machines(trial: TrialState, machines: Iterable[dict[str, Any]]) -> Non
     trial.machines += [each for each in machines if each and each not in trial.machines]
 
 
-def _take_time(trial: TrialState, event: Event) -> None:
+def _take_time(trial: TrialState, event: Report) -> None:
     """Record the seconds of an epoch.
 
     Seconds of repeated epochs (``repeated``) count as spent only. For a copied epoch only the
@@ -400,7 +406,7 @@ def _take_time(trial: TrialState, event: Event) -> None:
         trial.spent += 0.0 if "source" in event else seconds + event.get("repeated", 0.0)
 
 
-def code_of(plan: Event) -> str:
+def code_of(plan: Planned) -> str:
     """Return the git commit of the code that made a plan, for people."""
     code = plan.get("provenance", {})
     return f"{code.get('commit') or 'no git commit'}{' (modified)' if code.get('dirty') else ''}"

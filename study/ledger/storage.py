@@ -42,7 +42,8 @@ from typing import IO, Any, TypeVar
 
 import psutil
 
-from study.ledger.lines import Event, Lines
+from study.ledger.events import Event
+from study.ledger.lines import Lines
 from trainers.files import check_own_folder, open_own_text, read_own, write_whole
 from trainers.object_store import Store, access, is_url, local_folder, open_store, place_of
 
@@ -152,7 +153,9 @@ def refresh(folder: Path) -> None:
 def where_it_lies(event: Event, folder: Path) -> Event:
     """Return the event of a checkpoint with the path that it has in ``folder``, the folder of the
     study that is read, where that has been moved since the event was written."""
-    written = event.get("path", "") if event["event"] == "checkpoint" else ""
+    if event["event"] != "checkpoint":
+        return event
+    written = event.get("path", "")
     if not written or is_url(written) or written.startswith(f"{folder.absolute()}{os.sep}"):
         return event
     # its own first: another study may have the old place by now

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from study.ledger.lines import Event
+from study.ledger.events import Planned
 from study.ledger.log import Ledger, how_to_repair
 from study.ledger.state import FINISHED, STOPPED, StudyState, code_of
 from study.plan.trials import PlannedTrial
@@ -22,7 +22,7 @@ from trainers.files import NotRegularError
 from trainers.object_store import Store, is_url, place_of
 
 
-def origin_of(trial: PlannedTrial, ledger: str, plan: Event) -> dict[str, Any]:
+def origin_of(trial: PlannedTrial, ledger: str, plan: Planned) -> dict[str, Any]:
     """Return the origin for a trial's checkpoints: the ledger's id, the code and the plan.
 
     The plan does not contain the trial's config, which checkpoints have separately.

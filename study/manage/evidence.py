@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from study.config.metric import TEST
-from study.ledger.lines import Event
+from study.ledger.events import End, Event, Finished
 from study.ledger.state import FAILED, FINISHED, STOPPED
 from study.manage.checkpoints import checkpoints_of
 from study.tracking.names import NONFINITE, SETTING, restore, sanitise
@@ -39,7 +39,7 @@ class Known:
         source: where the evidence comes from.
         epochs: metrics by epoch.
         times: time of each epoch's report in seconds since 1970, as far as known.
-        end: event of the trial's end, without trial and time; None if unknown.
+        end: event of the trial's end, without its time; None if unknown.
         ended: time of the end; None if unknown.
         seconds: seconds of training up to the end; None if unknown.
         paths: its checkpoints, by epoch.
@@ -50,14 +50,14 @@ class Known:
     source: str = ""
     epochs: dict[int, dict[str, float]] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)
-    end: Event | None = None
+    end: End | None = None
     ended: float | None = None
     seconds: float | None = None
     paths: dict[int, Path] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
-    def share_seconds(self, events: list[Event]) -> None:
+    def share_seconds(self, events: Sequence[Event]) -> None:
         """Distribute the seconds that the undamaged reports do not have over the restored ones.
 
         The seconds of all reports then sum exactly to ``seconds``. Nothing is distributed if an
@@ -76,12 +76,14 @@ class Known:
         reports.sort(key=itemgetter("epoch"))
         if [event["epoch"] for event in reports] != list(range(1, len(reports) + 1)):
             return
-        if (rest := self.seconds - sum(event["seconds"] for event in whole)) < 0:
+        if (rest := self.seconds - sum(event["seconds"] or 0.0 for event in whole)) < 0:
             return
+        share = rest / len(restored)
         for event in restored:
-            event["seconds"] = rest / len(restored)
+            event["seconds"] = share
         for _ in range(ROUNDINGS):
-            restored[-1]["seconds"] += self.seconds - sum(event["seconds"] for event in reports)
+            share += self.seconds - sum(event["seconds"] or 0.0 for event in reports)
+            restored[-1]["seconds"] = share
 
 
 def known_to_checkpoints(folder: Path) -> dict[str, Known]:
@@ -97,12 +99,11 @@ def known_to_checkpoints(folder: Path) -> dict[str, Known]:
             int(metrics["epoch"]): _numbers(metrics) for metrics in state.get("history", [])
         }
         if state.get("tested"):
-            entry.end = {
-                "event": FINISHED,
-                "metrics": {name: float(value) for name, value in state["tested"].items()},
-            }
+            tested = {name: float(value) for name, value in state["tested"].items()}
+            end: Finished = {"event": FINISHED, "trial": trial, "metrics": tested}
             if state.get("returned"):
-                entry.end["epochs"] = int(state["epoch"])
+                end["epochs"] = int(state["epoch"])
+            entry.end = end
     return found
 
 
@@ -240,17 +241,18 @@ def _drop_incomplete(found: Known, tags: dict[str, str], status: str) -> None:
     }
 
 
-def _end(status: str, last: dict[str, float], tags: dict[str, str], epochs: int) -> Event | None:
+def _end(status: str, last: dict[str, float], tags: dict[str, str], epochs: int) -> End | None:
     """Return the event of a trial's end. ``epochs`` is set for a loop of the user's own, which may
     end without a metric, or early."""
-    if status == FINISHED:
-        finished = {"event": FINISHED, "metrics": last}
-        return finished | {"epochs": epochs} if epochs else finished if last else None
-    return (
-        {"event": STOPPED, "by": tags.get("stopped_by", "")}
-        if status == STOPPED
-        else {"event": FAILED, "error": tags.get("error", "")}
-    )
+    trial = tags[KEY_TAG].partition("/")[2]
+    if status == STOPPED:
+        return {"event": STOPPED, "trial": trial, "by": tags.get("stopped_by", "")}
+    if status == FAILED:
+        return {"event": FAILED, "trial": trial, "error": tags.get("error", "")}
+    finished: Finished = {"event": FINISHED, "trial": trial, "metrics": last}
+    if epochs:
+        finished["epochs"] = epochs
+    return finished if epochs or last else None
 
 
 def _merge(entry: Known, other: Known) -> None:

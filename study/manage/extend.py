@@ -8,6 +8,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.config.compose import change
+from study.ledger.events import Event
 from study.ledger.log import Ledger
 from study.ledger.provenance import different_data
 from study.ledger.state import ENDED, FINISHED, StudyState, TrialState
@@ -77,7 +78,15 @@ def _continue_from(ledger: Ledger, trial: TrialState, source: TrialState) -> boo
         return False
     _copy_reports(ledger, source, source.id, trial.id)
     for path in reversed(kept):
-        ledger.append("checkpoint", trial=trial.id, epoch=source.epoch, path=path, source=source.id)
+        ledger.append(
+            {
+                "event": "checkpoint",
+                "trial": trial.id,
+                "epoch": source.epoch,
+                "path": path,
+                "source": source.id,
+            }
+        )
     return True
 
 
@@ -118,32 +127,41 @@ def take_over(folder: Path, source: Path) -> tuple[int, int]:
 
 def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
     """Copy a finished trial of another study, with its times and its code."""
-    origin = {"trial": known.id, "source": str(source)}
-    times = {
-        "started": {"time": known.started} if known.started else {},
-        "finished": {"time": known.ended} if known.ended else {},
-    }
-    if known.relief:
-        ledger.append("relieved", **origin, **times["started"], error="", relief=known.relief)
-    made_by = {"commits": known.commits, "machines": known.machines}
-    ledger.append("started", **origin, **times["started"], **made_by)
-    _copy_reports(ledger, known, str(source), known.id)
-    ledger.append("finished", **origin, **times["finished"], metrics=known.test)
+    id_, from_, events = known.id, str(source), list[Event]()
+    code, machines = known.commits, known.machines
+    if relief := known.relief:
+        events.append(
+            {"event": "relieved", "trial": id_, "source": from_, "error": "", "relief": relief}
+        )
+    events.append(
+        {"event": "started", "trial": id_, "source": from_, "commits": code, "machines": machines}
+    )
+    for event in events:
+        if known.started:
+            event["time"] = known.started
+        ledger.append(event)
+    _copy_reports(ledger, known, from_, id_)
+    end: Event = {"event": "finished", "trial": id_, "source": from_, "metrics": known.test}
+    if known.ended:
+        end["time"] = known.ended
+    ledger.append(end)
 
 
 def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) -> None:
     """Copy the epochs of ``known`` to ``trial``, with their times, seconds and code."""
     for epoch, event in sorted(known.reports.items()):
         ledger.append(
-            "report",
-            trial=trial,
-            epoch=epoch,
-            time=event["time"],
-            metrics=event["metrics"],
-            seconds=known.took.get(epoch),
-            commits=known.commits,
-            machines=known.machines,
-            source=source,
+            {
+                "event": "report",
+                "trial": trial,
+                "epoch": epoch,
+                "time": event["time"],
+                "metrics": event["metrics"],
+                "seconds": known.took.get(epoch),
+                "commits": known.commits,
+                "machines": known.machines,
+                "source": source,
+            }
         )
 
 

@@ -28,9 +28,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import TypeAlias, cast
 
 from study.errors import UserError
-from study.ledger.lines import HEADER, Damage, Event, seal
+from study.ledger.events import Added, Common, Event, TrialEvent, TrialValues, stamped, trial_of
+from study.ledger.lines import HEADER, Damage, seal
 from study.ledger.lock import take_lock
 from study.ledger.log import FILE, Contents, describe_damage, make_header, new_id, open_ledger
 from study.ledger.state import FINISHED, fold, study_without_password
@@ -47,6 +49,7 @@ from study.manage.evidence import (
 from trainers.files import sync_folder, write_whole
 from trainers.object_store import is_url, place_of
 
+Restored: TypeAlias = TrialEvent | Added
 KINDS = (*ENDS, "started", "report", "checkpoint", "added")
 """Events that can be restored."""
 BESIDE = ("planned", "capacity", "ended", "edited", "restarted", "relieved", "damaged", HEADER)
@@ -134,7 +137,8 @@ def _all_names(contents: Contents, known: dict[str, Known]) -> Names:
     reports = [event["metrics"] for event in contents.events if event["event"] == "report"]
     reports += [values for entry in known.values() for values in entry.epochs.values()]
     ends = [event["metrics"] for event in contents.events if event["event"] == FINISHED]
-    ends += [(entry.end or {}).get("metrics", {}) for entry in known.values()]
+    lasts = [entry.end for entry in known.values() if entry.end]
+    ends += [end["metrics"] for end in lasts if end["event"] == FINISHED]
     return Names(
         reported={name for values in reports for name in values},
         final={name for values in ends for name in values},
@@ -159,13 +163,13 @@ class _Restoration:
         # the first line is the header
         self._gaps = [gap for gap in sorted(self._damage) if gap > 1] if self._whole else [1]
         self._known, self._state = known, fold(contents.events)
-        self._events_of: dict[str, list[tuple[int, Event]]] = defaultdict(list)
+        self._events_of: dict[str, list[tuple[int, TrialEvent]]] = defaultdict(list)
         for number, event in self._whole:
             if "trial" in event:
                 self._events_of[event["trial"]].append((number, event))
         self._plans = [number for number, event in self._whole if event["event"] == "planned"]
         self._inserted: dict[int, list[Event]] = defaultdict(list)
-        self._inserted_of: dict[str, list[Event]] = defaultdict(list)
+        self._inserted_of: dict[str, list[Restored]] = defaultdict(list)
         self._latest: dict[tuple[int, str], float] = defaultdict(lambda: -math.inf)
         self.recovered: list[Event] = []
         self.lost: list[str] = []
@@ -209,7 +213,7 @@ class _Restoration:
             event for events in self._inserted.values() for event in events if "recovered" in event
         ]
 
-    def _restore(self, trial: str, events: list[tuple[int, Event]], known: Known) -> None:
+    def _restore(self, trial: str, events: list[tuple[int, TrialEvent]], known: Known) -> None:
         """Restore the lost events of a trial."""
         first = events[0][0] if events else math.inf
         if trial not in self._state.known and self._plans and self._adaptive:
@@ -218,7 +222,7 @@ class _Restoration:
         begun = min((number for number, event in events if event["event"] == "started"), default=0)
         for number in self._not_started(events, known):
             at = self._insert(
-                {"event": "started", "trial": trial, **(taken or _code(known))},
+                _with({"event": "started", "trial": trial}, taken or _code(known)),
                 self._before(events, number),
                 number,
                 ELIMINATION,
@@ -236,8 +240,9 @@ class _Restoration:
             if epoch not in epochs:
                 after = max((n for e, n in epochs.items() if e < epoch), default=begun)
                 before = min((n for e, n in epochs.items() if e > epoch), default=end)
-                report = {"event": "report", "trial": trial, "epoch": epoch, "metrics": metrics}
-                report |= taken
+                report = _with(
+                    {"event": "report", "trial": trial, "epoch": epoch, "metrics": metrics}, taken
+                )
                 if (
                     gap := self._insert(report, after, before, known.source, known.times.get(epoch))
                 ) is not None:
@@ -245,15 +250,13 @@ class _Restoration:
         noted = {event["epoch"] for _, event in events if event["event"] == "checkpoint"}
         for epoch, path in sorted(known.paths.items()):
             if epoch not in noted and epoch in epochs:
-                checkpoint = {
-                    "event": "checkpoint",
-                    "trial": trial,
-                    "epoch": epoch,
-                    "path": str(path),
-                }
-                self._insert(checkpoint, epochs[epoch], math.inf, CHECKPOINT)
-        whole = [event for _, event in events]
-        known.share_seconds(whole + self._inserted_of[trial])
+                self._insert(
+                    {"event": "checkpoint", "trial": trial, "epoch": epoch, "path": str(path)},
+                    epochs[epoch],
+                    math.inf,
+                    CHECKPOINT,
+                )
+        known.share_seconds([*(event for _, event in events), *self._inserted_of[trial]])
         self._restore_end(trial, known, epochs, ends)
 
     def _restore_end(
@@ -261,25 +264,23 @@ class _Restoration:
     ) -> None:
         planned = self._state.known.get(trial)
         epoch_count = planned.epochs if planned else int(known.config.get("epochs", 0))
-        told = [event.get("epochs") for _, event in self._events_of[trial]]
-        epoch_count = next(filter(None, [*told, (known.end or {}).get("epochs")]), epoch_count)
+        for event in (known.end, *(event for _, event in reversed(self._events_of[trial]))):
+            if event and event["event"] == FINISHED:
+                epoch_count = event.get("epochs") or epoch_count
         first = epoch_count if self._was_told(trial) else 1
         missing = [epoch for epoch in range(first, epoch_count + 1) if epoch not in epochs]
         if not ends and known.end and not (known.end["event"] == FINISHED and missing):
             self._insert(
-                {"trial": trial, **known.end},
-                max(epochs.values(), default=0),
-                math.inf,
-                known.source,
-                known.ended,
+                known.end, max(epochs.values(), default=0), math.inf, known.source, known.ended
             )
         finished = [
             number for number, event in self._events_of[trial] if event["event"] == FINISHED
         ]
         if not epoch_count and finished:  # the number of epochs that it needs is unknown
-            report = {"event": "report", "trial": trial}
             missing = [
-                gap for gap in self._gaps if gap < finished[0] and self._may_hold(gap, report)
+                gap
+                for gap in self._gaps
+                if gap < finished[0] and self._may_hold(gap, "report", trial)
             ]
         if finished and missing:
             self._whole = [entry for entry in self._whole if entry[0] not in finished]
@@ -295,30 +296,29 @@ class _Restoration:
         return bool(begun) and "pid" in begun[-1]
 
     def _insert(
-        self, event: Event, after: float, before: float, source: str, when: float | None = None
+        self, event: Restored, after: float, before: float, source: str, when: float | None = None
     ) -> int | None:
         """Put an event into the first gap between two numbers; return the gap, or None."""
-        gap = next(
-            (gap for gap in self._gaps if after <= gap <= before and self._may_hold(gap, event)),
-            None,
-        )
+        trial = event["planned"]["id"] if event["event"] == "added" else event["trial"]
+        gaps = (gap for gap in self._gaps if after <= gap <= before)
+        gap = next((gap for gap in gaps if self._may_hold(gap, event["event"], trial)), None)
         if gap is None:
             return None
-        trial = event.get("trial", "")
+        trial = trial_of(event)
         moment = self._between(
             gap, when if when is not None or self._whole else self._worked_on(trial)
         )
         moment = self._latest[gap, trial] = max(moment, self._latest[gap, trial])
-        made = {"event": event["event"], "time": moment, **event, "recovered": source}
+        made = stamped(event, moment)
+        made["recovered"] = source
         self._inserted[gap].append(made)
         self._inserted_of[trial].append(made)
         return gap
 
-    def _may_hold(self, gap: int, event: Event) -> bool:
-        """Return whether the readable part of a lost line is compatible with this event."""
+    def _may_hold(self, gap: int, kind: str, trial: str) -> bool:
+        """Return whether the readable part of a lost line is compatible with an event."""
         hints = self._damage[gap].hints if self._whole else {}
-        other_kind = hints.get("event") in (*KINDS, *BESIDE) and hints["event"] != event["event"]
-        trial = event.get("trial") or event["planned"]["id"]
+        other_kind = hints.get("event") in (*KINDS, *BESIDE) and hints["event"] != kind
         other_trial = (
             hints.get("trial") in {*self._events_of, *self._known, *self._state.known}
             and hints["trial"] != trial
@@ -358,7 +358,7 @@ class _Restoration:
         paths = self._known[trial].paths.values() if trial in self._known else []
         return min((path.stat().st_mtime for path in paths), default=None)
 
-    def _not_started(self, events: list[tuple[int, Event]], known: Known) -> Iterator[float]:
+    def _not_started(self, events: list[tuple[int, TrialEvent]], known: Known) -> Iterator[float]:
         """Yield the line numbers before which a ``started`` event of the trial is missing.
 
         Infinity means the end of the ledger.
@@ -376,14 +376,14 @@ class _Restoration:
                 begun = True
                 yield number
 
-    def _is_own(self, event: Event) -> bool:
+    def _is_own(self, event: TrialEvent) -> bool:
         """Return whether the trial must have been started before this event.
 
         False for an epoch that another trial of the study trained and this one continues from.
         """
         return event.get("source") not in self._state.known
 
-    def _taken_over(self, events: list[tuple[int, Event]], known: Known) -> Event:
+    def _taken_over(self, events: list[tuple[int, TrialEvent]], known: Known) -> Common:
         """Return the source and the commits of a trial that was copied from another study.
 
         The commits come from its lines or its checkpoints. The result is empty for a trial of this
@@ -393,10 +393,13 @@ class _Restoration:
         if not from_elsewhere:
             return {}
         told = [commit for event in from_elsewhere for commit in event.get("commits", [])]
-        commits = list(dict.fromkeys(told)) or list(_code(known).values())
-        return {"source": from_elsewhere[0]["source"]} | ({"commits": commits} if commits else {})
+        code = [known.origin["code"]] if "code" in known.origin else []
+        taken: Common = {"source": from_elsewhere[0]["source"]}
+        if commits := list(dict.fromkeys(told)) or code:
+            taken["commits"] = commits
+        return taken
 
-    def _before(self, events: list[tuple[int, Event]], number: float) -> int:
+    def _before(self, events: list[tuple[int, TrialEvent]], number: float) -> int:
         """Return the last line number of the trial, or of the run's plan, before a line number."""
         return max(
             [0, *(n for n, _ in events if n < number), *(n for n in self._plans if n < number)]
@@ -411,15 +414,16 @@ class _Restoration:
     def _add(self, trial: str, known: Known, first: float) -> None:
         planned = known.origin.get("trial")
         if planned and known.config:
-            self._insert(
-                {"event": "added", "planned": {**planned, "config": known.config}},
-                self._plans[0],
-                first,
-                CHECKPOINT,
-            )
+            values: TrialValues = planned | {"config": known.config}
+            self._insert({"event": "added", "planned": values}, self._plans[0], first, CHECKPOINT)
 
 
-def _code(known: Known) -> dict[str, str]:
+def _with(event: TrialEvent, origin: Common) -> TrialEvent:
+    """Return an event with its origin."""
+    return cast(TrialEvent, {**event, **origin})
+
+
+def _code(known: Known) -> Common:
     """Return the code that checkpoints name, as part of an event."""
     return {"code": known.origin["code"]} if "code" in known.origin else {}
 

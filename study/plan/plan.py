@@ -18,11 +18,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden
 from study.config.space import Params, Space, canonical
+from study.ledger.events import Planned
 from study.plan.candidates import (
     bind_space,
     candidates,
@@ -119,9 +119,11 @@ class Plan:
             }
         )
 
-    def to_event(self) -> dict[str, Any]:
-        """Return the part of the ledger's ``planned`` event that the plan knows."""
+    def to_event(self, ledger: str = "") -> Planned:
+        """Return the part of the ``planned`` event of a ledger with this id that the plan knows."""
         return {
+            "event": "planned",
+            "ledger": ledger,
             "key": self.key,
             "study": self.study.to_dict(),
             "trials": [trial.to_dict() for trial in self.trials],

@@ -12,6 +12,7 @@ from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden, override_trial
 from study.config.keys import apply
 from study.config.space import Params, describe
+from study.ledger.events import NamedTrial, TrialValues
 from study.plan.identity import NAMED, pace_key, trial_id
 from trainers.config import DataConfig, TrainableConfig, TrialConfig
 from trainers.config.validation import fits
@@ -44,10 +45,10 @@ class PlannedTrial:
     params: Params = dataclasses.field(default_factory=dict)
     asked: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TrialValues:
         """Return a plain nested dict of JSON values."""
-        named = {"id": self.id, "row": self.row, "seed": self.seed}
-        return named | {"config": self.config.to_dict()} | self.origin
+        named: NamedTrial = {"id": self.id, "row": self.row, "seed": self.seed}
+        return {**named, "config": self.config.to_dict(), **self.origin}
 
     def with_seed(self, seed: int) -> PlannedTrial:
         """Return the same trial with another seed."""
@@ -60,9 +61,9 @@ class PlannedTrial:
         return pace_key(self.config.to_dict())
 
     @property
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> NamedTrial:
         """Values of :meth:`to_dict` but the config."""
-        values: dict[str, Any] = {"id": self.id, "row": self.row, "seed": self.seed}
+        values: NamedTrial = {"id": self.id, "row": self.row, "seed": self.seed}
         if self.number is not None:
             values |= {"number": self.number, "params": self.params}
         return values | {"asked": self.asked} if self.asked else values

@@ -40,6 +40,7 @@ from study.config import StudyConfig
 from study.config.claims import BOUNDS, digest
 from study.config.metric import DERIVED
 from study.config.search import broken
+from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import StudyState, fold
 from study.ledger.storage import fetch_report
@@ -89,9 +90,9 @@ class Source:
         for event in self.events:
             self._take(event)
 
-    def _take(self, event: Mapping[str, Any]) -> None:
-        trial = event.get("trial", "")
+    def _take(self, event: Event) -> None:
         if event["event"] == "report":
+            trial = event["trial"]
             epoch, before = self.reports.get(trial, (0, {}))
             if event["epoch"] > epoch:
                 sums = {
@@ -102,6 +103,7 @@ class Source:
                 }
                 self.reports[trial] = (event["epoch"], {**event["metrics"], **sums})
         elif event["event"] == "finished":
+            trial = event["trial"]
             values = {**self.reports.get(trial, (0, {}))[1], **event["metrics"]}
             if self.metric.test_name in values:
                 self.finals[trial] = self.scale * float(values[self.metric.test_name])

@@ -12,7 +12,7 @@ from study.config import OUTSIDE
 from study.config.keys import flatten
 from study.config.space import describe
 from study.config.yaml_loader import dump
-from study.ledger.lines import Event
+from study.ledger.events import Planned, Report
 from study.ledger.state import (
     ENDED,
     FAILED,
@@ -66,7 +66,7 @@ A trial that a scheduler ended early counts as finished; it has the tag ``stoppe
 """
 
 
-def expected_points(trial: TrialState, plan: Event) -> set[tuple[str, int, int, float | None]]:
+def expected_points(trial: TrialState, plan: Planned) -> set[tuple[str, int, int, float | None]]:
     """Return every metric point that a trial's run should have.
 
     A point is a tuple of name, step, timestamp (ms) and value (None for NaN).
@@ -155,7 +155,7 @@ def _mark(claim: Mapping[str, Any]) -> str:
     return "" if claim.get("stated", SAME) == SAME else "NOT AS STATED, "
 
 
-def report_metrics(epoch: int, event: Event) -> Iterator[Any]:
+def report_metrics(epoch: int, event: Report) -> Iterator[Any]:
     """Yield an epoch's metrics, and the settings that changed while the trial ran.
 
     Changed settings are the event's ``params``. They are sent as metrics, because MLflow's params
@@ -166,7 +166,7 @@ def report_metrics(epoch: int, event: Event) -> Iterator[Any]:
         yield from metrics_of(settings_of(event["params"]), epoch, event["time"])
 
 
-def settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
+def settings_metrics(trial: TrialState, plan: Planned) -> Iterator[Any]:
     """Yield the numeric settings and the width of the number format as metrics.
 
     MLflow plots metrics, but not params.
@@ -185,9 +185,9 @@ def end_metrics(trial: TrialState) -> Iterator[Any]:
     for time_, seconds in trial.ends:
         yield from metrics_of({SECONDS: seconds}, trial.epochs, time_)
     if trial.status in ENDED and trial.ended is not None:
-        last = trial.reports.get(trial.epochs, {"metrics": {}, "time": 0.0})
+        last = trial.reports.get(trial.epochs)
         for name, value in trial.test.items():
-            least = last["time"] + LATER if name in last["metrics"] else 0.0
+            least = last["time"] + LATER if last and name in last["metrics"] else 0.0
             yield from metrics_of({name: value}, trial.epochs, max(trial.ended, least))
 
 
@@ -215,7 +215,7 @@ def row_figures(state: StudyState) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def datasets_of(plan: Event, trial: TrialState) -> Iterator[Any]:
+def datasets_of(plan: Planned, trial: TrialState) -> Iterator[Any]:
     """Yield the data set of a trial, with its digest and sizes."""
     import json
 
@@ -234,7 +234,7 @@ def datasets_of(plan: Event, trial: TrialState) -> Iterator[Any]:
         )
 
 
-def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
+def data_of(plan: Planned, trial: TrialState) -> dict[str, Any] | None:
     """Return the plan's description of a trial's data; None if the plan has none.
 
     In a search with rounds a trial may train on part of the examples, for which the plan has no
@@ -258,7 +258,7 @@ def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
     return next((entry for entry in found if entry.get("train", 0) == size), part)
 
 
-def documents_of(plan: Event) -> dict[str, str]:
+def documents_of(plan: Planned) -> dict[str, str]:
     """Return the parent run's text files by name: config, plan, environment."""
     trials = [
         {key: trial[key] for key in ("id", "row", "seed", "number", "params") if key in trial}
@@ -272,7 +272,7 @@ def documents_of(plan: Event) -> dict[str, str]:
     }
 
 
-def _code_tags(plan: Event) -> dict[str, str]:
+def _code_tags(plan: Planned) -> dict[str, str]:
     code = plan["provenance"]
     versions = {f"version.{name}": version for name, version in code["versions"].items()}
     return {
@@ -283,7 +283,7 @@ def _code_tags(plan: Event) -> dict[str, str]:
     }
 
 
-def parent_tags(plan: Event) -> dict[str, str]:
+def parent_tags(plan: Planned) -> dict[str, str]:
     """Return the tags of the parent run."""
     question = (
         {"mlflow.note.content": plan["study"]["question"][:TAG_LENGTH]}
@@ -300,7 +300,7 @@ def parent_tags(plan: Event) -> dict[str, str]:
     }
 
 
-def trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
+def trial_tags(trial: TrialState, plan: Planned) -> dict[str, str]:
     """Return the tags of a trial's run."""
     names = {
         "study": plan["study"]["name"],

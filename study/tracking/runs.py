@@ -30,7 +30,7 @@ from typing import Any
 
 from study._compat import latest_metrics
 from study.claims.record import FILE, read_record
-from study.ledger.lines import Event
+from study.ledger.events import Report
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
 from study.tracking.artifacts import Artifacts
 from study.tracking.models import log_models
@@ -372,7 +372,7 @@ class Runs:
         self._client.set_terminated(known.run, status, end_time=end)
         known.status, known.end = status, end
 
-    def _tag(self, known: _Known, trial: TrialState, fresh: Mapping[int, Event]) -> None:
+    def _tag(self, known: _Known, trial: TrialState, fresh: Mapping[int, Report]) -> None:
         """Set the tags about the trial's end and its infinite metrics.
 
         Tags about an earlier end, before a retry, are removed.

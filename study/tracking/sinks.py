@@ -41,7 +41,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.config.keys import flatten
-from study.ledger.lines import Event
+from study.ledger.events import Event, trial_of
 from study.ledger.log import FILE, Follower
 from study.ledger.state import StudyState, TrialState, name_of
 from study.program import module_command
@@ -168,8 +168,9 @@ class TensorBoard:
         """
         if event["event"] not in ("report", "finished", "stopped", "failed"):
             return
-        epoch = event.get("epoch", trial.epochs)
-        for name, value in event.get("metrics", {}).items():
+        epoch = event["epoch"] if event["event"] == "report" else trial.epochs
+        values = event["metrics"] if event["event"] in ("report", "finished") else {}
+        for name, value in values.items():
             if name != "epoch" and value is not None and math.isfinite(value):
                 self._writer(trial, metrics).add_scalar(name, value, epoch, event["time"])
         if event["event"] != "report" and (writer := self._writers.pop(trial.id, None)):
@@ -341,10 +342,10 @@ class Feed:
     def poll(self) -> None:
         """Pass on the new events of the ledger; the first call also passes on earlier runs."""
         events = self._follower.poll()
-        plans = [place for place, event in enumerate(events) if event["event"] == "planned"]
-        start = plans[-1] if plans else 0
+        plans = [(n, event) for n, event in enumerate(events) if event["event"] == "planned"]
+        start = plans[-1][0] if plans else 0
         if plans:
-            self._open(StudyConfig.from_dict(events[start]["study"]))
+            self._open(StudyConfig.from_dict(plans[-1][1]["study"]))
         first = self._alerts is not None and self._alerts.first
         self._hear(events[:start], quiet=first)
         self._hear(events[start:])
@@ -369,7 +370,7 @@ class Feed:
     def _hear(self, events: list[Event], quiet: bool = False) -> None:
         for event in events:
             self._state.apply(event)
-            trial = self._state.known.get(event.get("trial", ""))
+            trial = self._state.known.get(trial_of(event))
             if self._board is not None and trial is not None:
                 self._to_board(partial(self._board.hear, event, trial, self._metrics))
         if self._board is not None:

@@ -23,6 +23,7 @@ from typing import Any
 from study.config import OUTSIDE, Metric, StudyConfig
 from study.config.keys import flatten
 from study.config.space import parse_space
+from study.ledger.events import Planned
 from study.tracking.names import SETTING, of_row, sanitise, settings_of
 
 TAG = "mlflow.sharedViewState."
@@ -33,12 +34,12 @@ MOST_AXES = 3
 LOSSES = ("validation/loss", "train/loss")
 
 
-def view_key(plan: Mapping[str, Any]) -> str:
+def view_key(plan: Planned) -> str:
     """Return the key of a study's saved view."""
     return f"lns-study-{plan['ledger']}"
 
 
-def view_tag(plan: Mapping[str, Any], view: str) -> tuple[str, str]:
+def view_tag(plan: Planned, view: str) -> tuple[str, str]:
     """Return name and value of the experiment tag with the study's view."""
     state = (
         "deflate;" + base64.b64encode(zlib.compress(json.dumps(view_state(plan)).encode())).decode()
@@ -49,7 +50,7 @@ def view_tag(plan: Mapping[str, Any], view: str) -> tuple[str, str]:
     )
 
 
-def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
+def view_state(plan: Planned) -> dict[str, Any]:
     """Return the view's JSON: columns, sort order and charts of the varied settings and the metric.
 
     Runs are sorted by the first objective, or by the metric if trials do not report the objective.
@@ -98,7 +99,7 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def varied_keys(plan: Mapping[str, Any]) -> list[str]:
+def varied_keys(plan: Planned) -> list[str]:
     """Return the config keys with more than one value among the trials, keys of the space first.
 
     Seeds and keys that do not affect results are left out. If the plan has no trials yet, because
@@ -123,7 +124,7 @@ def varied_keys(plan: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _configs(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _configs(plan: Planned) -> list[dict[str, Any]]:
     """Return the trials' configs, or the base config if the plan has no trials yet."""
     return [trial["config"] for trial in plan["trials"]] or [plan["study"]["trial"]]
 
@@ -147,7 +148,7 @@ def _column(kind: str, name: str) -> str:
     return f"{kind}.`{name}`"
 
 
-def _sections(plan: Mapping[str, Any], metric: Metric) -> list[dict[str, Any]]:
+def _sections(plan: Planned, metric: Metric) -> list[dict[str, Any]]:
     """Return the view's sections: ours, MLflow's own for metrics, and closed ones.
 
     The sections of settings and of rows are closed.
@@ -172,7 +173,7 @@ def _sections(plan: Mapping[str, Any], metric: Metric) -> list[dict[str, Any]]:
 
 
 def _charts(
-    plan: Mapping[str, Any], shown: Metric, metric: Metric, varied: list[str]
+    plan: Planned, shown: Metric, metric: Metric, varied: list[str]
 ) -> list[dict[str, Any]]:
     numeric = settings_of(_configs(plan)[0])
     figure = sanitise(shown.name)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from study.errors import UserError
-from study.ledger.lines import Event
+from study.ledger.events import Event, Planned
 from study.ledger.lock import BUSY, is_locked, no_locks
 from study.ledger.log import FILE, Follower
 from study.ledger.state import PLANNED, StudyState, TrialState
@@ -115,7 +115,7 @@ class Sender:
         self._failed_before = False
         self._client: Any = None
         self._runs: Runs | None = None
-        self._described: Event | None = None
+        self._described: Planned | None = None
         self._news: set[str] = set()
         self._retry_at = 0.0
         self.moved = time.monotonic()

@@ -6,7 +6,7 @@ import io
 import time
 from typing import Any
 
-from study.ledger.lines import Event
+from study.ledger.events import Event, trial_of
 from study.ledger.state import StudyState
 from study.report.figures.style import png
 from study.views.console import PrintableConsole
@@ -36,7 +36,7 @@ class NotebookView:
 
     def listen(self, event: Event) -> None:
         """Record an event's time, and update the output if the last update is old enough."""
-        self._clock.hear(event, self._state.known.get(event.get("trial", "")))
+        self._clock.hear(event, self._state.known.get(trial_of(event)))
         if time.monotonic() - self._shown > SECONDS:
             self._renew()
 

@@ -25,7 +25,7 @@ from rich.text import Text
 from study.config import Metric
 from study.config.space import describe as describe_params
 from study.execution.silence import describe_silent, silence
-from study.ledger.lines import Event
+from study.ledger.events import Event, trial_of
 from study.ledger.state import (
     ENDED,
     FAILED,
@@ -138,7 +138,7 @@ class LiveView:
     def listen(self, event: Event) -> None:
         """Record an event's time."""
         with self._lock:
-            self._clock.hear(event, self._state.known.get(event.get("trial", "")))
+            self._clock.hear(event, self._state.known.get(trial_of(event)))
 
     def stop(self) -> None:
         """Remove the table; the report's table replaces it."""
@@ -169,7 +169,7 @@ class PlainView:
 
     def listen(self, event: Event) -> None:
         """Print an event, if the user needs to know it."""
-        trial = self._state.known.get(event.get("trial", ""))
+        trial = self._state.known.get(trial_of(event))
         self._clock.hear(event, trial)
         text = describe(event, trial, self._metric)
         if text:
@@ -208,12 +208,13 @@ def describe(event: Event, trial: TrialState | None, metric: Metric) -> str:
             " is the same"
         ),
         "failed": "FAILED",
-        "stopped": f"ended early by {event.get('by')} after epoch {trial.epoch}",
         "started": f"started{f' ({describe_params(trial.params)})' if trial.params else ''}",
     }
     text = phrases.get(event["event"], "")
-    reason = f" ({event['error']})" if event.get("error") else ""
-    return f"{name}: {text}{reason}" if text else ""
+    if event["event"] == "stopped":
+        text = f"ended early by {event['by']} after epoch {trial.epoch}"
+    error = event["error"] if event["event"] in ("restarted", "damaged", "failed") else ""
+    return f"{name}: {text}{f' ({error})' if error else ''}" if text else ""
 
 
 def _shown(reported: Mapping[str, float], name: str, words: str, metric: Metric) -> str:

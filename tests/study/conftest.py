@@ -17,7 +17,7 @@ import pytest
 from study.config import StudyConfig
 from study.config.compose import load
 from study.execution.ray_session import ENVIRONMENT
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import FILE
 from study.ledger.state import fold
 from study.plan.plan import make_plan
@@ -154,7 +154,7 @@ def made_up_events(
                   "python": "3.11", "platform": "Linux"}  # fmt: skip
     data = {"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 10,
             "validation": 5, "test": 5}  # fmt: skip
-    planned = {"ledger": "abc123", **plan.to_event(), "data": [data], "provenance": provenance}
+    planned = {**plan.to_event("abc123"), "data": [data], "provenance": provenance}
     events: list[Event] = [{"event": "planned", "time": began} | planned]
     for number, trial in enumerate(plan.trials):
         start = began + 10 * number

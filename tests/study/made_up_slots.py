@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.slots import ENDS, Run, follow
 
 BEGAN = 1_000_000.0

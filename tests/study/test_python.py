@@ -385,12 +385,12 @@ def test_a_process_with_the_id_of_a_dead_one_holds_no_trial(tiny: Tiny, born: st
     with Ledger(found.folder) as ledger:
         (planned,) = [event for event in ledger.history if event["event"] == "planned"]
         (trial,) = planned["trials"]
-        ledger.append("started", trial=trial["id"], time=begun + 60, **here)
+        ledger.append({"event": "started", "trial": trial["id"], "time": begun + 60, **here})
         assert planned["time"] < begun + 60
     assert found.ask() is None
     if born == "later":
         with Ledger(found.folder) as ledger:
-            ledger.append("started", trial=trial["id"], time=begun - 60, **here)
+            ledger.append({"event": "started", "trial": trial["id"], "time": begun - 60, **here})
     process.kill()
     if born == "dead":
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrialConfig
-from trainers.workers.messages import Beginning
+from trainers.workers.messages import Beginning, ExecutorPlan
 from trainers.workers.packed import Host
 
 
@@ -47,13 +47,13 @@ class Context:
 
     Attributes:
         trial: the trial's id.
-        plan: the study's instructions for the trial, see :mod:`trainers.workers.worker_process`.
+        plan: the study's instructions for the trial.
         rank, workers: rank and size of the torch.distributed group that the process has joined.
         host: state shared by the packed trials of the process; None with one lane.
     """
 
     trial: str
-    plan: dict[str, Any]
+    plan: ExecutorPlan
     rank: int = 0
     workers: int = 1
     host: Host | None = None
@@ -111,6 +111,6 @@ class Executor(ABC):
 
 def make_executor(context: Context) -> Executor:
     """Return a new executor of the class named in the plan."""
-    module, _, name = str(context.plan["executor"]).partition(":")
+    module, _, name = context.plan["executor"].partition(":")
     made: Executor = getattr(importlib.import_module(module), name)(context)
     return made

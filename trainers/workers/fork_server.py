@@ -17,10 +17,8 @@ does so, the *guard*, a process without any other task.
 The method is the same as in ``multiprocessing``'s forkserver, which however imports its parent's
 main module in every child (for a Ray worker, Ray) and cannot set environment variables per child.
 
-Messages on the socket are one JSON object each. The server sends ``{"ready": seconds}`` and, about
-its children, ``{"forked": KEY, "pid": PID}``, ``{"failed": KEY, "why": WHY}`` and ``{"exited": PID,
-"status": STATUS}`` (negative: the signal). It receives ``{"log": PATH}``, ``{"data": [...]}``, and
-``{"key": KEY, "environment": {...}, "lanes": N}`` with the child's end of a socket.
+Messages on the socket are one JSON object each: the server receives a :data:`Request` and sends a
+:data:`Notice`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, TypedDict, final
 
 from trainers.descendants import (
     END_SECONDS,
@@ -76,6 +74,64 @@ blocks SIGTERM until it can forward it."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's BLAS creates its threads when it is loaded; they would not survive the fork, and trials
 do not compute with it."""
+
+
+@final
+class Fork(TypedDict):
+    """Fork child ``key``; the message brings the child's end of a socket."""
+
+    key: int
+    environment: dict[str, str]
+    lanes: int
+
+
+@final
+class Log(TypedDict):
+    """Append the output to this file."""
+
+    log: str
+
+
+@final
+class Load(TypedDict):
+    """Load data sets."""
+
+    data: list[dict[str, Any]]
+
+
+@final
+class Ready(TypedDict):
+    """The server has started; the value is the seconds that it took."""
+
+    ready: float
+
+
+@final
+class Forked(TypedDict):
+    """Child ``forked`` has this process id."""
+
+    forked: int
+    pid: int
+
+
+@final
+class Failed(TypedDict):
+    """Child ``failed`` could not be forked."""
+
+    failed: int
+    why: str
+
+
+@final
+class Exited(TypedDict):
+    """The process ``exited`` with this status; a negative one is the signal."""
+
+    exited: int
+    status: int
+
+
+Request: TypeAlias = Fork | Log | Load
+Notice: TypeAlias = Ready | Forked | Failed | Exited
 
 
 class ForkServer:
@@ -130,20 +186,18 @@ class ForkServer:
         Raises:
             OSError: the server has died.
         """
-        request = json.dumps({"key": key, "environment": environment, "lanes": lanes}).encode()
-        socket.send_fds(self.socket, [request], [connection.fileno()])
+        request: Fork = {"key": key, "environment": environment, "lanes": lanes}
+        socket.send_fds(self.socket, [json.dumps(request).encode()], [connection.fileno()])
 
     def log(self, path: Path) -> None:
         """Append the output of the server and its children to another file from now on."""
-        with contextlib.suppress(OSError):
-            self.socket.send(json.dumps({"log": str(path)}).encode())
+        send(self.socket, {"log": str(path)})
 
     def load(self, data: list[dict[str, Any]]) -> None:
         """Load data sets in the server, shared by all children; given by ``DataConfig``'s keys."""
-        with contextlib.suppress(OSError):
-            self.socket.send(json.dumps({"data": data}).encode())
+        send(self.socket, {"data": data})
 
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self) -> Notice | None:
         """Wait for the next message and return it; None if the server has died."""
         try:
             content = self.socket.recv(MESSAGE_BYTES)
@@ -250,7 +304,7 @@ class _Server:
         if not content:
             self._ends = True
             return
-        request = json.loads(content)
+        request: Request = json.loads(content)
         if "log" in request:
             _print_to(request["log"])
         elif "data" in request:
@@ -258,7 +312,7 @@ class _Server:
         else:
             self._fork(descriptors[0], request)
 
-    def _fork(self, connection: int, request: dict[str, Any]) -> None:
+    def _fork(self, connection: int, request: Fork) -> None:
         printed, prints = os.pipe2(os.O_CLOEXEC)
         try:
             pid = os.fork()
@@ -323,15 +377,13 @@ def _print_to(path: str) -> None:
         os.dup2(file.fileno(), sys.stderr.fileno())
 
 
-def send(control: socket.socket, message: dict[str, Any]) -> None:
+def send(control: socket.socket, message: Request | Notice) -> None:
     """Send a message; errors are ignored, because the reader detects the closed socket."""
     with contextlib.suppress(OSError):
         control.send(json.dumps(message).encode())
 
 
-def _become_worker(
-    connection: int, prints: int, others: list[int], request: dict[str, Any]
-) -> None:
+def _become_worker(connection: int, prints: int, others: list[int], request: Fork) -> None:
     """Run a forked child: serve its connection, then exit.
 
     Args:

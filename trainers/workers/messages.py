@@ -6,10 +6,20 @@ Does not import torch, so processes that only forward messages start quickly.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+)
 
 if TYPE_CHECKING:  # these import torch
-    from trainers.config import DataConfig
+    from trainers.config import DataConfig, TrialConfig
     from trainers.data import DatasetInfo
 
 HISTORY = "history"
@@ -30,31 +40,22 @@ DETERMINISTIC = (
 """Errors that a retry would only raise again: invalid input, arithmetic errors, bugs. A dead
 process or a full disk raises errors of other classes."""
 
-JOIN, TRAIN, GO, STOP, LEAVE, CHECK = "join", "train", "go", "stop", "leave", "check"
-"""Kinds of messages to a worker process: become a rank; train a trial; continue after a report;
-stop after a report; write a checkpoint after the current epoch and end the trial there; examine
-trials and their data."""
-HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
-    "hello",
-    "meet",
-    "joined",
-    "began",
-    "report",
-    "ended",
-    "died",
-    "checked",
-)
-"""Kinds of messages from a worker process, with their payloads in brackets: the process is up
-(pid); the store where the ranks meet (port or path); it is a rank; a trial began
-(:class:`Beginning`); a trial finished an epoch (metrics); a trial ended (``how``, ``text``, and
-``retire``: the reason why the process exits); the process died (reason; sent by its node); trials
-were examined (:class:`Examined`, or an error text)."""
-PLACED = "placed"
-"""Kind of the first message of a trial's supervisor on a cluster, with the places of the ranks:
-``hosts``, Ray's ``nodes``, and the supervisor's ``actor`` and ``pid``."""
-UNPLACED = "unplaced"
-"""Kind of the message that replaces it if a node could not accept the trial for reasons unrelated
-to the trial (reason)."""
+JOIN: Final = "join"
+TRAIN: Final = "train"
+GO: Final = "go"
+STOP: Final = "stop"
+LEAVE: Final = "leave"
+CHECK: Final = "check"
+HELLO: Final = "hello"
+MEET: Final = "meet"
+JOINED: Final = "joined"
+BEGAN: Final = "began"
+REPORT: Final = "report"
+ENDED: Final = "ended"
+DIED: Final = "died"
+CHECKED: Final = "checked"
+PLACED: Final = "placed"
+UNPLACED: Final = "unplaced"
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",
@@ -67,12 +68,76 @@ DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
 checkpoint; it raised an error that a retry would repeat; it ran out of memory; any other error."""
 
 
-class Message(NamedTuple):
-    """A message between a worker process and its driver."""
+class ExecutorPlan(TypedDict, total=False):
+    """The part of a worker's plan that executors read, each what it needs.
 
-    kind: str
-    trial: str = ""
-    payload: Any = None
+    Attributes:
+        executor: ``MODULE:CLASS`` of the executor.
+        origin: stored in the trial's checkpoints.
+        checkpoints: folder or URL of the trial's checkpoints.
+        metrics: names that every report of a user's own loop must have.
+        data: SHA-256 of the examples of each of the study's data sets.
+        storage: folder of Ray Train's runs; "" for other executors.
+        max_failures: number of restarts after a dead process.
+        labels: Ray's label selector for the nodes of Ray Train's workers.
+    """
+
+    executor: str
+    origin: dict[str, Any]
+    checkpoints: str
+    metrics: list[str]
+    data: list[str]
+    storage: str
+    max_failures: int
+    labels: dict[str, str]
+
+
+class WorkerPlan(ExecutorPlan):
+    """What a worker process needs to train a trial.
+
+    Attributes:
+        config: ``TrialConfig.to_dict()``.
+        profile: folder or URL of the trial's profiles.
+        checkpoint_every: number of epochs between two checkpoints.
+        resume_from: checkpoints to continue from if ``checkpoints`` has none, best first.
+        waits: whether the trial waits for an answer after each report.
+        ray: address of the Ray that the process joins; "" for none.
+    """
+
+    config: dict[str, Any]
+    profile: str
+    checkpoint_every: int
+    resume_from: list[str]
+    waits: bool
+    ray: str
+
+
+class Joining(TypedDict):
+    """Values with which a process becomes a rank: the arguments of ``Worker._join``."""
+
+    rank: int
+    workers: int
+    address: str
+    store: int | str
+    secret: str
+    backend: str
+
+
+class Ending(TypedDict):
+    """How a trial ended, its error or "", and why the process exits or ""."""
+
+    how: str
+    text: str
+    retire: str
+
+
+class Places(TypedDict):
+    """Machines and Ray nodes of a trial's ranks, and its supervisor's Ray actor and process."""
+
+    hosts: list[str]
+    nodes: list[str]
+    actor: str
+    pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +166,55 @@ class Examined(NamedTuple):
     data: dict[DataConfig, DatasetInfo]
     reasons: list[str | None]
     changes: list[list[str]]
+
+
+Kind = TypeVar("Kind", bound=str)
+Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True)
+class Message(Generic[Kind, Payload]):
+    """A message about a trial between two processes; the aliases below are its kinds."""
+
+    kind: Kind
+    trial: str = ""
+    payload: Payload = None  # type: ignore[assignment]
+
+
+Join: TypeAlias = Message[Literal["join"], Joining]
+"""To a worker process: become a rank."""
+Train: TypeAlias = Message[Literal["train"], WorkerPlan]
+"""To a worker process: train a trial."""
+Answer: TypeAlias = Message[Literal["go", "stop", "leave"], None]
+"""To a worker process: continue after a report; stop after a report; write a checkpoint after the
+current epoch and end the trial there."""
+Check: TypeAlias = Message[Literal["check"], "tuple[list[TrialConfig], str]"]
+"""To a worker process: examine trials and their data, and a device."""
+Hello: TypeAlias = Message[Literal["hello"], int]
+"""From a worker process: it is up, with this pid."""
+Meet: TypeAlias = Message[Literal["meet"], int | str]
+"""From rank 0: port or path of the store where the ranks meet."""
+Joined: TypeAlias = Message[Literal["joined"], None]
+"""From a worker process: it is a rank."""
+Checked: TypeAlias = Message[Literal["checked"], Examined | str]
+"""From a worker process: trials were examined, or the error's text."""
+Began: TypeAlias = Message[Literal["began"], Beginning]
+"""From a worker process: a trial began."""
+Report: TypeAlias = Message[Literal["report"], dict[str, Any]]
+"""From a worker process: a trial finished an epoch, with its metrics."""
+Ended: TypeAlias = Message[Literal["ended"], Ending]
+"""From a worker process: a trial ended."""
+Died: TypeAlias = Message[Literal["died"], str]
+"""From a node: a process died, for this reason."""
+Placed: TypeAlias = Message[Literal["placed"], Places]
+"""The first message of a trial's supervisor on a cluster."""
+Unplaced: TypeAlias = Message[Literal["unplaced"], str]
+"""Replaces it if a node could not accept the trial for this reason, unrelated to the trial."""
+
+ToWorker: TypeAlias = Join | Train | Answer | Check
+FromWorker: TypeAlias = Hello | Meet | Joined | Checked | Began | Report | Ended | Died
+ForLoop: TypeAlias = Placed | Unplaced | Began | Report | Ended | Died
+"""Messages for a study's loop, from its engine."""
 
 
 def last_line(text: str) -> str:

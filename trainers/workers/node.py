@@ -30,7 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 from trainers.user_code import digest_files, digest_package, names_code
 from trainers.workers.fork_server import ForkServer
-from trainers.workers.messages import CHECK, CHECKED, DIED, Examined, Message
+from trainers.workers.messages import (
+    CHECK,
+    CHECKED,
+    DIED,
+    Check,
+    Checked,
+    Died,
+    Examined,
+    FromWorker,
+)
 
 if TYPE_CHECKING:  # imported later, so that the server process starts first
     from trainers.config import DataConfig, TrialConfig
@@ -148,7 +157,7 @@ class Node:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             except OSError as error:
                 self._said.put(
-                    (key, pickle.dumps(Message(DIED, payload=f"no process could be made: {error}")))
+                    (key, pickle.dumps(Died(DIED, payload=f"no process could be made: {error}")))
                 )
                 return
             self._processes[key] = _Process(Connection(ours.detach()))
@@ -162,7 +171,7 @@ class Node:
                 theirs.close()
 
     def send(self, key: int, message: bytes) -> None:
-        """Send a pickled :class:`Message` to a process; ignored if it has died."""
+        """Send a pickled :data:`ToWorker` to a process; ignored if it has died."""
         process = self._processes.get(key)
         if process is not None:
             with contextlib.suppress(OSError):
@@ -192,7 +201,7 @@ class Node:
 
     def examine(
         self, trials: Sequence[TrialConfig], environment: dict[str, str], device: str = "cpu"
-    ) -> Message:
+    ) -> Checked | Died:
         """Check trials and their data in separate processes, before other processes run.
 
         Trials with the same user code share a process, until one of them changes global state; the
@@ -218,7 +227,7 @@ class Node:
                 message = self._examine([trials[place] for place in places], environment, device)
                 if message.kind == DIED or isinstance(message.payload, str):
                     return message
-                found: Examined = message.payload
+                found = message.payload
                 data |= found.data
                 reasons |= zip(places, found.reasons, strict=False)
                 changes |= zip(places, found.changes, strict=False)
@@ -230,23 +239,23 @@ class Node:
             [reasons[place] for place in count],
             [changes[place] for place in count],
         )
-        return Message(CHECKED, payload=examined)
+        return Checked(CHECKED, payload=examined)
 
     def _examine(
         self, trials: Sequence[TrialConfig], environment: dict[str, str], device: str
-    ) -> Message:
+    ) -> Checked | Died:
         """Examine trials in one process and return its last message."""
         key = next(self._examiners)
         self.start(key, environment, 1)
-        self.send(key, pickle.dumps(Message(CHECK, payload=(list(trials), device))))
-        speaker, message = key, Message("")
-        while speaker != key or message.kind not in (CHECKED, DIED):
+        self.send(key, pickle.dumps(Check(CHECK, payload=(list(trials), device))))
+        while True:
             speaker, content = self._said.get()
             if self._closed:
-                return Message(DIED, payload="the node was closed")
-            message = pickle.loads(content)
-        self.kill(key)
-        return message
+                return Died(DIED, payload="the node was closed")
+            message: FromWorker = pickle.loads(content)
+            if speaker == key and message.kind in (CHECKED, DIED):
+                self.kill(key)
+                return message
 
     def __enter__(self) -> Node:
         return self
@@ -356,7 +365,7 @@ class Node:
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(process.connection.fileno())
         process.connection.close()
-        self._said.put((key, pickle.dumps(Message(DIED, payload=why))))
+        self._said.put((key, pickle.dumps(Died(DIED, payload=why))))
 
     @staticmethod
     def _end(process: _Process) -> None:

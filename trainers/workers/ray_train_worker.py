@@ -44,7 +44,7 @@ from trainers.config import TrialConfig
 from trainers.data.descriptions import prepare
 from trainers.workers.executors import Context
 from trainers.workers.in_process import InProcess
-from trainers.workers.messages import DETERMINISTIC, HISTORY
+from trainers.workers.messages import DETERMINISTIC, HISTORY, ExecutorPlan
 from trainers.workers.node import differing, is_compared, versions
 from trainers.workers.out_of_memory import is_out_of_memory
 from trainers.workers.resources import WorkerResources
@@ -61,15 +61,20 @@ class FailAtOnce(UserCallback):  # type: ignore[misc]
                 raise error
 
 
-def train_loop(plan: dict[str, Any]) -> None:
+class GangPlan(ExecutorPlan):
+    """The plan of Ray Train's workers: ``config`` is ``TrialConfig.to_dict()``, ``versions`` are
+    those of the submitting machine."""
+
+    config: dict[str, Any]
+    versions: dict[str, str]
+    resume_from: list[str]
+
+
+def train_loop(plan: GangPlan) -> None:
     """Train one rank of a trial; every worker runs this function.
 
     Reports each epoch's metrics, as :meth:`~trainers.workers.executors.Executor.step` returns them;
     the first report after a restart also has :data:`HISTORY`.
-
-    Args:
-        plan: ``config`` (``TrialConfig.to_dict()``), ``versions`` of the submitting machine,
-            ``data``, ``origin`` and ``resume_from``.
 
     Raises:
         ValueError: this node has other versions or data, the trial cannot be built, or the run's
@@ -202,9 +207,9 @@ def build_trainer(
         labels: Ray's label selector for the workers' nodes; None for any node.
         callbacks: such as :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
-    most = config.workers
-    plan = {"config": config.to_dict(), "versions": versions(), "data": list(data)}
-    plan |= {"origin": origin or {}, "resume_from": list(resume_from)}
+    most, resume = config.workers, list(resume_from)
+    plan: GangPlan = {"config": config.to_dict(), "versions": versions(), "resume_from": resume}
+    plan |= {"data": list(data), "origin": origin or {}}
     return TorchTrainer(
         train_loop,
         train_loop_config=plan,

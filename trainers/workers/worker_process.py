@@ -1,11 +1,12 @@
 """A worker process: trains trials and reports their epochs.
 
-It is independent of Ray and of studies. It receives :class:`Message`s from its node
-(:mod:`trainers.workers.node`) and sends others back; when the connection closes it exits at once.
-An executor trains each trial (:mod:`trainers.workers.executors`). Trials run one after another in
-the main thread, or, in a process with several *lanes*, concurrently in threads. The processes of a
-gang are ranks of one torch.distributed group, which they join before their first trial. Each rank
-runs the same trials in the same order, and rank 0 reports for all.
+It is independent of Ray and of studies. It receives messages from its node
+(:mod:`trainers.workers.node`) and sends others back (:mod:`trainers.workers.messages`); when the
+connection closes it exits at once. An executor trains each trial
+(:mod:`trainers.workers.executors`). Trials run one after another in the main thread, or, in a
+process with several *lanes*, concurrently in threads. The processes of a gang are ranks of one
+torch.distributed group, which they join before their first trial. Each rank runs the same trials in
+the same order, and rank 0 reports for all.
 
 After an epoch a trial continues without waiting, unless its plan has ``waits``, because a scheduler
 may end it then. A trial that is asked to leave, because the study ends, writes a checkpoint after
@@ -75,8 +76,17 @@ from trainers.workers.messages import (
     STOP,
     STOPPED,
     TRAIN,
+    Began,
+    Checked,
+    Ended,
     Examined,
-    Message,
+    FromWorker,
+    Hello,
+    Joined,
+    Meet,
+    Report,
+    ToWorker,
+    WorkerPlan,
     last_line,
 )
 from trainers.workers.out_of_memory import is_out_of_memory
@@ -119,7 +129,7 @@ class Worker:
     def __init__(self, connection: Connection, lanes: int) -> None:
         self._connection, self._lanes = connection, lanes
         self._sending = threading.Lock()
-        self._work: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[str]] = {}
         self._leaving: set[str] = set()
         self._store: Store | None = None
@@ -131,16 +141,16 @@ class Worker:
     def run(self) -> None:
         """Process messages until the connection closes."""
         threading.Thread(target=self._listen, daemon=True, name="listener").start()
-        self._say(HELLO, payload=os.getpid())
+        self._say(Hello(HELLO, payload=os.getpid()))
         while True:
             message = self._work.get()
             if message.kind == JOIN:
                 self._join(**message.payload)
             elif message.kind == CHECK:
-                self._say(CHECKED, payload=_examined(*message.payload))
-            elif self._lanes == 1:
+                self._say(Checked(CHECKED, payload=_examined(*message.payload)))
+            elif message.kind == TRAIN and self._lanes == 1:
                 self._train(message.trial, message.payload)
-            else:
+            elif message.kind == TRAIN:
                 threading.Thread(
                     target=self._train, args=(message.trial, message.payload), daemon=True
                 ).start()
@@ -148,7 +158,7 @@ class Worker:
     def _listen(self) -> None:
         while True:
             try:
-                message: Message = pickle.loads(self._connection.recv_bytes())
+                message: ToWorker = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 os._exit(0)  # the node is gone
             if message.kind == LEAVE:
@@ -161,8 +171,8 @@ class Worker:
                     self._answers[message.trial] = queue.SimpleQueue()
                 self._work.put(message)
 
-    def _say(self, kind: str, trial: str = "", payload: Any = None) -> None:
-        content = pickle.dumps(Message(kind, trial, payload))
+    def _say(self, message: FromWorker) -> None:
+        content = pickle.dumps(message)
         with self._sending:
             try:
                 self._connection.send_bytes(content)
@@ -192,13 +202,13 @@ class Worker:
         else:
             opened, place = _store_at(address, int(store or 0), rank == 0, workers, limit)
         if rank == 0:
-            self._say(MEET, payload=place)
+            self._say(Meet(MEET, payload=place))
         process_group.join(backend, opened, rank, workers, limit)
         self._store, self._secret = opened, secret
         self._place = {"rank": rank, "workers": workers}
-        self._say(JOINED)
+        self._say(Joined(JOINED))
 
-    def _train(self, trial: str, plan: dict[str, Any]) -> None:
+    def _train(self, trial: str, plan: WorkerPlan) -> None:
         """Train one trial and report its end; exit if the process cannot be reused."""
         if self._initial is None and self._lanes == 1:
             self._initial = InitialSettings()
@@ -219,19 +229,19 @@ class Worker:
                 last_line(str(error)) or type(error).__name__,
             )
             if how == FAILED:
-                self._say(ENDED, trial, {"how": how, "text": text, "retire": text})
+                self._say(Ended(ENDED, trial, {"how": how, "text": text, "retire": text}))
                 os._exit(1)  # the process state is undefined after an unexpected error
             error.__traceback__ = None  # its frames hold tensors
         del self._answers[trial]
         self._leaving.discard(trial)
         retire = self._end(executor)
-        self._say(ENDED, trial, {"how": how, "text": text, "retire": retire})
+        self._say(Ended(ENDED, trial, {"how": how, "text": text, "retire": retire}))
         if retire:
             os._exit(0)
 
-    def _epochs(self, executor: Executor, trial: str, plan: dict[str, Any]) -> str:
+    def _epochs(self, executor: Executor, trial: str, plan: WorkerPlan) -> str:
         """Train until the trial ends; return :data:`DONE`, :data:`STOPPED` or :data:`LEFT`."""
-        place = str(plan["checkpoints"])
+        place = plan["checkpoints"]
         check_no_links(local_folder(place))
         paths = list(dict.fromkeys([*checkpoints_at(place), *plan["resume_from"]]))
         config = TrialConfig.from_dict(plan["config"])
@@ -239,7 +249,7 @@ class Worker:
             check_no_links(local_folder(plan["profile"]))
         began = time.monotonic()
         beginning = executor.begin(config, paths)
-        self._say(BEGAN, trial, beginning)
+        self._say(Began(BEGAN, trial, beginning))
         while True:
             metrics = executor.step()
             make_there(place)
@@ -247,10 +257,10 @@ class Worker:
                 make_there(plan["profile"])
                 write_files(local_folder(plan["profile"]), executor.profile())
             leaves = self._leaves(trial, int(metrics["epoch"]))
-            every = 1 if leaves else int(plan["checkpoint_every"])
+            every = 1 if leaves else plan["checkpoint_every"]
             metrics |= self._keep(executor, place, metrics, every)
             seconds = time.monotonic() - began
-            self._say(REPORT, trial, {**metrics, "seconds": seconds})
+            self._say(Report(REPORT, trial, {**metrics, "seconds": seconds}))
             if metrics["done"]:
                 return DONE
             if plan["waits"] and self._answers[trial].get() == STOP:

@@ -19,8 +19,7 @@ import pickle
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from study.execution.engine import EPSILON, Slots
 from study.execution.local.machine import Machine, Place
@@ -40,8 +39,18 @@ from trainers.workers.messages import (
     STOP,
     STOPPED,
     TRAIN,
-    Message,
-)  # fmt: skip
+    Answer,
+    Died,
+    Ended,
+    Ending,
+    ForLoop,
+    FromWorker,
+    Join,
+    Joining,
+    ToWorker,
+    Train,
+    WorkerPlan,
+)
 from trainers.workers.node import Node
 from trainers.workers.resources import WorkerResources
 
@@ -65,9 +74,9 @@ class Running:
     places: list[Place]
     slots: list[int]
     hosts: list[str]
-    plan: dict[str, Any]
+    plan: WorkerPlan
     ended: set[int] = field(default_factory=set)
-    result: dict[str, Any] = field(default_factory=dict)
+    result: Ending | None = None
     retire: str = ""
 
 
@@ -133,7 +142,7 @@ class Pool:
         return self._machine.cpus, len(self._machine.gpus), 1
 
     def start(
-        self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]
+        self, trial: str, shape: WorkerResources, make_plan: Callable[[], WorkerPlan]
     ) -> Running | None:
         """Start a trial if there is room for it now; else return None.
 
@@ -168,12 +177,12 @@ class Pool:
         """Answer a trial that waits after a report: whether it continues."""
         group = self._trials.get(trial)
         if group is not None:
-            self._tell(group, Message(GO if go else STOP, trial))
+            self._tell(group, Answer(GO if go else STOP, trial))
 
     def leave_after_epoch(self, trials: Iterable[str]) -> None:
         """Ask trials to write a checkpoint after their current epoch and then end."""
         for trial in trials:
-            self._tell(self._trials[trial], Message(LEAVE, trial))
+            self._tell(self._trials[trial], Answer(LEAVE, trial))
 
     def kill(self, trial: str, why: str) -> None:
         """End the processes of a trial; its death will be reported with this reason."""
@@ -183,13 +192,13 @@ class Pool:
             for key in group.keys:
                 self._node.kill(key)
 
-    def wait(self, seconds: float) -> list[Message]:
+    def wait(self, seconds: float) -> list[ForLoop]:
         """Return the messages of trials (began, report, ended, died) once there are any.
 
         Returns after ``seconds`` at the latest. A report also has ``pid`` and ``host`` of its
         process.
         """
-        found: list[Message] = []
+        found: list[ForLoop] = []
         until = time.monotonic() + seconds
         while not found:
             events = self._node.events(max(0.0, until - time.monotonic()))
@@ -232,14 +241,14 @@ class Pool:
             self._end(group)
 
     def _train(self, group: _Group, running: Running) -> None:
-        self._tell(group, Message(TRAIN, running.trial, running.plan))
+        self._tell(group, Train(TRAIN, running.trial, running.plan))
 
-    def _tell(self, group: _Group, message: Message) -> None:
+    def _tell(self, group: _Group, message: ToWorker) -> None:
         content = pickle.dumps(message)
         for key in group.keys:
             self._node.send(key, content)
 
-    def _react(self, group: _Group, key: int, message: Message) -> list[Message]:
+    def _react(self, group: _Group, key: int, message: FromWorker) -> list[ForLoop]:
         speaks = key == group.keys[0]
         if message.kind == HELLO:
             self._pids[key] = message.payload
@@ -261,23 +270,23 @@ class Pool:
             return [message]
         elif speaks and message.kind == REPORT:
             process = {"pid": self._pids.get(key), "host": self._machine.host}
-            return [message._replace(payload=message.payload | process)]
+            return [replace(message, payload=message.payload | process)]
         return []
 
-    def _join(self, group: _Group, ranks: Iterable[int], store: str = "") -> None:
+    def _join(self, group: _Group, ranks: Iterable[int], store: int | str = "") -> None:
         """Let the ranks rendezvous in rank 0's in-memory store, which rank 0 opens first."""
-        values = {
-            "workers": group.shape.processes,
-            "address": "",
-            "store": store,
-            "secret": group.secret,
-            "backend": "nccl" if group.shape.device == "cuda" else "gloo",
-        }
         for rank in ranks:
-            message = Message(JOIN, payload=values | {"rank": rank})
-            self._node.send(group.keys[rank], pickle.dumps(message))
+            values: Joining = {
+                "rank": rank,
+                "workers": group.shape.processes,
+                "address": "",
+                "store": store,
+                "secret": group.secret,
+                "backend": "nccl" if group.shape.device == "cuda" else "gloo",
+            }
+            self._node.send(group.keys[rank], pickle.dumps(Join(JOIN, payload=values)))
 
-    def _note_end(self, group: _Group, key: int, message: Message) -> list[Message]:
+    def _note_end(self, group: _Group, key: int, message: Ended) -> list[ForLoop]:
         """Record the end of a trial in one process; the trial ends with its last process.
 
         If one process failed, the trial ends at once, because the others would wait for it forever.
@@ -293,7 +302,7 @@ class Pool:
             return []
         self._release(group, running)
         self._reasons.pop(message.trial, None)
-        ended = Message(ENDED, message.trial, running.result)
+        ended = Ended(ENDED, message.trial, running.result)
         if running.retire or group.shape.own or (not well and group.shape.processes > 1):
             return [
                 ended,
@@ -303,14 +312,14 @@ class Pool:
             self._idle.append(group)
         return [ended]
 
-    def _lose(self, group: _Group, why: str) -> list[Message]:
+    def _lose(self, group: _Group, why: str) -> list[ForLoop]:
         """End a group that has lost a process; return the deaths of its trials."""
         lost = list(group.running.values())
         self._end(group)
         for running in lost:
             self._release(group, running)
         return [
-            Message(DIED, running.trial, self._reasons.pop(running.trial, "") or why)
+            Died(DIED, running.trial, self._reasons.pop(running.trial, "") or why)
             for running in lost
         ]
 

@@ -32,7 +32,7 @@ from study.execution.tune.hosts import Hosts
 from study.execution.tune.options import TuneOptions
 from study.execution.tune.supervisor import JOB, MESSAGES, TrialSupervisor
 from study.execution.tune.trials import Handed, TuneTrials
-from trainers.workers.messages import DIED, UNPLACED, Message, last_line
+from trainers.workers.messages import DIED, UNPLACED, Died, ForLoop, last_line
 from trainers.workers.resources import RAY_TRAIN
 
 ENVIRONMENT = {
@@ -185,7 +185,7 @@ class TuneEngine:
                 return self._loop.describe(handed.job.trial) | {JOB: handed.job}
         return None if self._goes_on or self._trials.running else Searcher.FINISHED
 
-    def hear(self, tune_id: str, messages: list[Message]) -> bool:
+    def hear(self, tune_id: str, messages: list[ForLoop]) -> bool:
         """Forward a trial's messages to the loop; return whether the trial continues."""
         with self._guard():
             handed = self._handed[tune_id]
@@ -203,7 +203,7 @@ class TuneEngine:
             handed = self._handed[tune_id]
             for rank, node in enumerate(handed.nodes):
                 self._hosts.call(node, "end", [f"{handed.job.run}/{rank}"], error)
-            self._take_in(self._trials.hear(handed, [Message(DIED, handed.job.trial, error)]))
+            self._take_in(self._trials.hear(handed, [Died(DIED, handed.job.trial, error)]))
 
     def forget(self, tune_id: str) -> None:
         """Drop a trial that Tune has finished with."""
@@ -257,7 +257,7 @@ class TuneEngine:
             if handed.job.shape.executor == RAY_TRAIN and not handed.over
         ]
 
-    def _take_in(self, messages: list[Message]) -> None:
+    def _take_in(self, messages: list[ForLoop]) -> None:
         if self._goes_on and messages:
             self._loop.take_in(messages)
             self._next_round = 0.0

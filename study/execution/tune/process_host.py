@@ -18,12 +18,24 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainers.config import TrialConfig
-from trainers.workers.messages import CHECKED, DIED, ENDED, HELLO, LEAVE, REPORT, Message
+from trainers.workers.messages import (
+    CHECKED,
+    DIED,
+    ENDED,
+    HELLO,
+    LEAVE,
+    REPORT,
+    Answer,
+    Checked,
+    Died,
+    FromWorker,
+    ToWorker,
+)
 from trainers.workers.node import Node, versions
 from trainers.workers.resources import WorkerResources
 
@@ -48,7 +60,7 @@ class _Run:
 
     trial: str
     process: _Process
-    said: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    said: asyncio.Queue[FromWorker] = field(default_factory=asyncio.Queue)
     reason: str = ""
     """Reason given by the caller that ended the run."""
 
@@ -65,7 +77,7 @@ class NodeCheck:
 
     host: str
     versions: dict[str, str]
-    data: Message | None
+    data: Checked | Died | None
 
 
 class ProcessHost:
@@ -115,7 +127,7 @@ class ProcessHost:
         return os.uname().nodename
 
     async def open(
-        self, run: str, trial: str, shape: WorkerResources, gpus: str, messages: Sequence[Message]
+        self, run: str, trial: str, shape: WorkerResources, gpus: str, messages: Sequence[ToWorker]
     ) -> None:
         """Start a run in a process; creates a process if none can be reused.
 
@@ -133,13 +145,13 @@ class ProcessHost:
         for message in messages:
             self._node.send(process.key, pickle.dumps(message))
 
-    async def send(self, run: str, message: Message) -> None:
+    async def send(self, run: str, message: ToWorker) -> None:
         """Send a message to a run's process; ignored after the run has ended."""
         await self._opened[run].wait()
         if run in self._runs:
             self._node.send(self._runs[run].process.key, pickle.dumps(message))
 
-    async def receive(self, run: str) -> list[Message]:
+    async def receive(self, run: str) -> list[FromWorker]:
         """Wait for messages of a run and return them."""
         await self._opened[run].wait()
         said = self._runs[run].said
@@ -152,7 +164,7 @@ class ProcessHost:
         """Ask runs to write a checkpoint after their current epoch and to end."""
         for run in runs:
             if run in self._runs:
-                await self.send(run, Message(LEAVE, self._runs[run].trial))
+                await self.send(run, Answer(LEAVE, self._runs[run].trial))
 
     async def end(self, runs: Sequence[str], why: str) -> None:
         """Kill the processes of runs; ``why`` becomes the reason in their last message."""
@@ -200,25 +212,25 @@ class ProcessHost:
                 if (process := self._processes.get(key)) is not None:
                     self._hear(process, pickle.loads(content))
 
-    def _hear(self, process: _Process, message: Message) -> None:
+    def _hear(self, process: _Process, message: FromWorker) -> None:
         if message.kind == HELLO:
             process.pid = message.payload
         elif message.kind == DIED:
             self._processes.pop(process.key, None)
             for run in process.runs:
                 why = run.reason or message.payload
-                run.said.put_nowait(Message(DIED, run.trial, why))
+                run.said.put_nowait(Died(DIED, run.trial, why))
             process.runs.clear()
         else:
             self._pass_on(process, message)
 
-    def _pass_on(self, process: _Process, message: Message) -> None:
+    def _pass_on(self, process: _Process, message: FromWorker) -> None:
         run = next((r for r in process.runs if message.trial in ("", r.trial)), None)
         if run is None:
             return
         if message.kind == REPORT:
             where = {"pid": process.pid, "host": os.uname().nodename}
-            message = message._replace(payload=message.payload | where)
+            message = replace(message, payload=message.payload | where)
         if message.kind == ENDED:
             process.runs.remove(run)
             if message.payload["retire"]:
@@ -232,5 +244,5 @@ class ProcessHost:
         """Report the death of the other runs of a process that one run has ended."""
         for run in process.runs:
             text = f"its process ended with another trial's: {why}"
-            run.said.put_nowait(Message(DIED, run.trial, text))
+            run.said.put_nowait(Died(DIED, run.trial, text))
         process.runs.clear()

@@ -12,7 +12,7 @@ from study.execution.tune.engine import TuneEngine
 from study.execution.tune.hosts import Hosts
 from study.execution.tune.options import TuneOptions
 from study.execution.tune.trials import TuneTrials
-from trainers.workers.messages import DIED, Message
+from trainers.workers.messages import DIED, Died
 
 
 class RayLostError(Exception):
@@ -54,7 +54,7 @@ def run_on_ray(
             TuneEngine(trials, hosts, loop, watch, session.use, options).run()
         except RayLostError as error:
             say(f"Ray: {error}; waiting for it")
-            loop.take_in([Message(DIED, trial, f"Ray: {error}") for trial in trials.running])
+            loop.take_in([Died(DIED, trial, f"Ray: {error}") for trial in trials.running])
             if not session.renew():
                 raise UserError(
                     f"Ray: {error}, and joining it again fails; finished epochs are kept; the same"

@@ -23,11 +23,12 @@ from study.config.metric import DERIVED
 from study.errors import UserError, refusals
 from study.execution.ask_tell import Suggestion, ask, tell
 from study.execution.tune.supervisor import SLIVER
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import Ledger
 from study.ledger.state import ENDED, PLANNED, fold
 from study.plan.candidates import rows_of
 from study.plan.trials import Base, PlannedTrial
+from trainers.workers.messages import ExecutorPlan
 from trainers.workers.resources import IN_PROCESS, RAY_TRAIN, WorkerResources
 
 NAMES = ("trial", "row", "seed")
@@ -84,7 +85,7 @@ class TrialTrainable(tune.Trainable):  # type: ignore[misc]
         self._planned_trial = self._planned(config)
         alone = self._planned_trial.config.workers == 1
         study = StudyConfig.from_dict(self.study)
-        plan = {
+        plan: ExecutorPlan = {
             "executor": IN_PROCESS if alone else RAY_TRAIN,
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
@@ -236,10 +237,11 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
             raise UserError(str(error)) from error
         self._state = fold(self._ledger.history)
         self._ledger.listen(self._state.apply)
-        plan = {k: v for k, v in self._state.plan.items() if k not in ("event", "time")}
+        plan = self._state.plan.copy()
+        plan.pop("time")
         known = self._state.known
         plan["trials"] = [t for t in plan["trials"] if known[t["id"]].status != PLANNED]
-        self._ledger.append("planned", **plan)
+        self._ledger.append(plan)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
         """Record a new trial and its start."""
@@ -251,11 +253,10 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         if known is not None and known.status in ENDED:
             return
         self._trials[trial.trial_id] = planned.id
-        here = {"pid": os.getpid(), "host": socket.gethostname()}
-        added: list[Event] = [{"event": "added", "planned": planned.to_dict()}]
-        self._append(
-            [] if known is not None else added, [{"event": "started", "trial": planned.id, **here}]
-        )
+        pid, host = os.getpid(), socket.gethostname()
+        started: Event = {"event": "started", "trial": planned.id, "pid": pid, "host": host}
+        added: Event = {"event": "added", "planned": planned.to_dict()}
+        self._append(*([] if known is not None else [added]), started)
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any
@@ -265,9 +266,14 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         epoch = int(result.get("epoch", result[TRAINING_ITERATION]))
         metrics = {k: v for k, v in metrics_of(result).items() if not k.startswith(TEST)}
         if name is not None and metrics and epoch not in self._state.known[name].reports:
-            took = {"seconds": float(result["time_this_iter_s"])}
             self._append(
-                [{"event": "report", "trial": name, "epoch": epoch, "metrics": metrics, **took}]
+                {
+                    "event": "report",
+                    "trial": name,
+                    "epoch": epoch,
+                    "metrics": metrics,
+                    "seconds": float(result["time_this_iter_s"]),
+                }
             )
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
@@ -279,9 +285,9 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         test = {key: value for key, value in last.items() if key.startswith(TEST)}
         whole = bool(test) or known.epoch >= known.epochs
         self._append(
-            [{"event": "finished", "trial": name, "metrics": test}]
+            {"event": "finished", "trial": name, "metrics": test}
             if whole
-            else [{"event": "stopped", "trial": name, "by": "Ray Tune"}]
+            else {"event": "stopped", "trial": name, "by": "Ray Tune"}
         )
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:
@@ -289,20 +295,20 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
         name = self._trials.pop(trial.trial_id, None)
         if name is not None:
             lines = str(trial.get_error() or "its actor died").strip().splitlines()
-            self._append([{"event": "failed", "trial": name, "error": lines[-1]}])
+            self._append({"event": "failed", "trial": name, "error": lines[-1]})
 
     def on_experiment_end(self, trials: list[Any], **_: Any) -> None:
         """Record the end of the script's run, and close the ledger."""
         ended = all(trial.status in ENDED for trial in self._state.trials)
         failed = any(trial.status == "failed" for trial in self._state.trials)
         outcome = ("failed" if failed else "finished") if ended else "stopped"
-        self._append([{"event": "ended", "outcome": outcome}])
+        self._append({"event": "ended", "outcome": outcome})
         assert self._ledger is not None
         self._ledger.close()
 
-    def _append(self, *events: list[Event]) -> None:
+    def _append(self, *events: Event) -> None:
         assert self._ledger is not None
-        self._ledger.append_all([event for part in events for event in part])
+        self._ledger.append_all(list(events))
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

@@ -16,7 +16,7 @@ import functools
 import os
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainers.workers.messages import (
+    BEGAN,
     DIED,
     DONE,
     ENDED,
@@ -40,7 +41,19 @@ from trainers.workers.messages import (
     STOPPED,
     TRAIN,
     UNPLACED,
-    Message,
+    Answer,
+    Died,
+    Ended,
+    Ending,
+    ForLoop,
+    FromWorker,
+    Join,
+    Joining,
+    Placed,
+    Places,
+    Train,
+    Unplaced,
+    WorkerPlan,
 )
 from trainers.workers.resources import RAY_TRAIN, WorkerResources
 
@@ -88,7 +101,7 @@ class Job:
     run: str
     trial: str
     shape: WorkerResources
-    plan: dict[str, Any] = field(repr=False)
+    plan: WorkerPlan = field(repr=False)
     labels: dict[str, str] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Job:
@@ -125,7 +138,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         self.config.pop(JOB)  # or every result would bring it back
         self._ranks: list[_Rank] = []
         self._meets = self._waits = False
-        self._result: dict[str, Any] = {}
+        self._result: Ending | None = None
         self._figures: dict[str, Any] = {}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -162,52 +175,54 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         stopping = [rank for rank in ranks if not rank.ended and rank.asked is not None]
         if stopping and self._waits:
             for rank in stopping:
-                rank.host.send.remote(rank.run, Message(STOP, self._job.trial))
+                rank.host.send.remote(rank.run, Answer(STOP, self._job.trial))
             ray.wait(
                 [rank.asked for rank in stopping], num_returns=len(stopping), timeout=END_SECONDS
             )
         for rank in ranks:
             rank.host.close.remote(rank.run)
 
-    def _begin(self) -> list[Message]:
+    def _begin(self) -> list[ForLoop]:
         """Start the trial's processes."""
         job = self._job
         try:
             places = _places(job)
         except ray.exceptions.RayError as error:
-            return [Message(DIED, job.trial, f"its place is gone: {_first_line(error)}")]
+            return [Died(DIED, job.trial, f"its place is gone: {_first_line(error)}")]
         try:
             hosts = [_host(job.engine, node) for node, _ in places]
         except (ray.exceptions.RayError, ValueError) as error:
-            return [Message(UNPLACED, job.trial, _first_line(error))]
+            return [Unplaced(UNPLACED, job.trial, _first_line(error))]
         self._ranks = [
             _Rank(run=f"{job.run}/{rank}", node=node, host=host, machine=machine)
             for rank, ((node, _), (host, machine)) in enumerate(zip(places, hosts, strict=True))
         ]
         self._meets = len(places) > 1
-        first = [] if self._meets else [Message(TRAIN, job.trial, job.plan)]
+        first = [] if self._meets else [Train(TRAIN, job.trial, job.plan)]
         for rank, (_, gpus) in zip(self._ranks, places, strict=True):
             rank.host.open.remote(rank.run, job.trial, job.shape, gpus, first)
         context = ray.get_runtime_context()
-        place = {
+        place: Places = {
             "hosts": [rank.machine for rank in self._ranks],
             "nodes": [rank.node for rank in self._ranks],
             "actor": context.get_actor_id(),
             "pid": os.getpid(),
         }
-        return [Message(PLACED, job.trial, place)]
+        return [Placed(PLACED, job.trial, place)]
 
-    def _meet(self) -> list[Message]:
+    def _meet(self) -> list[ForLoop]:
         """Connect the ranks and start the training; return the death of a rank, if one died."""
         job, first = self._job, self._ranks[0]
         together = len({rank.node for rank in self._ranks}) == 1
-        values = {
+        values: Joining = {
+            "rank": 0,
+            "store": "" if together else 0,
             "workers": len(self._ranks),
             "address": "" if together else ray.util.get_node_ip_address(),
             "secret": secrets.token_hex(),
             "backend": "nccl" if job.shape.device == "cuda" else "gloo",
         }
-        self._join(first, values | {"rank": 0, "store": "" if together else 0})
+        self._join(first, values)
         joined = 0
         while joined < len(self._ranks):
             rank, messages = self._hear()
@@ -219,13 +234,13 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
                     for number, other in enumerate(self._ranks[1:], 1):
                         self._join(other, values | {"rank": number, "store": message.payload})
         for rank in self._ranks:
-            rank.host.send.remote(rank.run, Message(TRAIN, job.trial, job.plan))
+            rank.host.send.remote(rank.run, Train(TRAIN, job.trial, job.plan))
         return []
 
-    def _join(self, rank: _Rank, values: dict[str, Any]) -> None:
-        rank.host.send.remote(rank.run, Message(JOIN, payload=values))
+    def _join(self, rank: _Rank, values: Joining) -> None:
+        rank.host.send.remote(rank.run, Join(JOIN, payload=values))
 
-    def _next(self) -> list[Message]:
+    def _next(self) -> list[ForLoop]:
         """Return the next messages of rank 0, or the end of the trial in any rank."""
         if self._meets:
             self._meets = False
@@ -234,14 +249,14 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         if self._waits:
             self._waits = False
             for rank in self._ranks:
-                rank.host.send.remote(rank.run, Message(GO, self._job.trial))
-        found: list[Message] = []
+                rank.host.send.remote(rank.run, Answer(GO, self._job.trial))
+        found: list[ForLoop] = []
         while not found:
             rank, messages = self._hear()
             for message in messages:
                 if message.kind in (ENDED, DIED):
                     found += self._end(rank, message)
-                elif rank is self._ranks[0]:
+                elif rank is self._ranks[0] and message.kind in (BEGAN, REPORT):
                     found.append(message)
         last = found[-1]
         self._waits = last.kind == REPORT and self._job.plan["waits"] and not last.payload["done"]
@@ -249,7 +264,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
             return found + self._next()  # its process ends the trial at once
         return found
 
-    def _add_what_follows(self, messages: list[Message]) -> None:
+    def _add_what_follows(self, messages: list[ForLoop]) -> None:
         """Add messages that follow within :data:`FOLLOWS_SECONDS`, so that a short trial is one
         result."""
         until = time.monotonic() + FOLLOWS_SECONDS
@@ -258,7 +273,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
                 return
             messages += self._next()
 
-    def _hear(self) -> tuple[_Rank, list[Message]]:
+    def _hear(self) -> tuple[_Rank, list[FromWorker]]:
         """Return a rank's next messages."""
         (ready, *_) = self._listen(None)
         rank = next(rank for rank in self._ranks if rank.asked == ready)
@@ -268,7 +283,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         except ray.exceptions.RayError as error:
             _host.cache_clear()  # the driver makes another one
             why = f"the processes of {rank.machine} are gone: {_first_line(error)}"
-            return rank, [Message(DIED, self._job.trial, why)]
+            return rank, [Died(DIED, self._job.trial, why)]
 
     def _listen(self, seconds: float | None) -> list[Any]:
         """Return the calls that have messages, waiting at most ``seconds``."""
@@ -279,19 +294,19 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         ready: list[Any] = ray.wait(asked, timeout=seconds and max(0.0, seconds))[0]
         return ready
 
-    def _end(self, rank: _Rank, message: Message) -> list[Message]:
+    def _end(self, rank: _Rank, message: Ended | Died) -> list[ForLoop]:
         """Record the end of the trial in one rank; return the trial's end after the last rank.
 
         A failed rank ends the trial immediately, because the other ranks would wait for it forever.
         """
         rank.ended = True
         if message.kind == DIED:
-            return [message._replace(trial=self._job.trial)]
+            return [replace(message, trial=self._job.trial)]
         self._result = self._result or message.payload
         well = message.payload["how"] in (DONE, STOPPED, LEFT)
         if well and not all(each.ended for each in self._ranks):
             return []
-        return [Message(ENDED, self._job.trial, message.payload if not well else self._result)]
+        return [Ended(ENDED, self._job.trial, message.payload if not well else self._result)]
 
 
 def _places(job: Job) -> list[tuple[str, str]]:

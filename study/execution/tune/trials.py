@@ -18,7 +18,7 @@ from study.execution.engine import EPSILON, Slots
 from study.execution.tune.hosts import Hosts
 from study.execution.tune.room import Room
 from study.execution.tune.supervisor import LAST, Job
-from trainers.workers.messages import ENDED, PLACED, STOPPED, Message
+from trainers.workers.messages import ENDED, PLACED, STOPPED, Ended, Ending, ForLoop, WorkerPlan
 from trainers.workers.resources import WorkerResources
 
 DEAF_SECONDS = 15.0
@@ -109,7 +109,7 @@ class TuneTrials:
         return cpus - others[0], int(gpus - others[1]), machines
 
     def start(
-        self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]
+        self, trial: str, shape: WorkerResources, make_plan: Callable[[], WorkerPlan]
     ) -> Handed | None:
         """Queue a trial for Tune if its resources are free; else return None."""
         if not self.room.take(trial, shape):
@@ -172,7 +172,7 @@ class TuneTrials:
             if trial.killed is not None and now - trial.killed > DEAF_SECONDS
         ]
 
-    def hear(self, handed: Handed, messages: list[Message]) -> list[Message]:
+    def hear(self, handed: Handed, messages: list[ForLoop]) -> list[ForLoop]:
         """Update a trial from its messages; return the messages for the loop."""
         if handed.over:
             return []
@@ -184,10 +184,10 @@ class TuneTrials:
                 self._release(handed)
         return messages
 
-    def note_stop(self, handed: Handed) -> list[Message]:
+    def note_stop(self, handed: Handed) -> list[ForLoop]:
         """Record that Tune stops a trial early; return the messages for the loop."""
-        end = {"how": STOPPED, "text": "", "retire": ""}
-        return self.hear(handed, [Message(ENDED, handed.job.trial, end)])
+        end: Ending = {"how": STOPPED, "text": "", "retire": ""}
+        return self.hear(handed, [Ended(ENDED, handed.job.trial, end)])
 
     def ask_for(self, waiting: WorkerResources | None) -> None:
         """Request the resources of all trials and of the next waiting trial from the autoscaler.

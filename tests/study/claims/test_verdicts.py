@@ -18,7 +18,7 @@ from study.claims.verdicts import by_row, judge
 from study.config import ClaimConfig, StudyConfig
 from study.config.compose import load
 from study.config.study import RowConfig
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.state import fold
 from study.plan.plan import make_plan
 from study.plan.trials import PlannedTrial

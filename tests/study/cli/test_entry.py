@@ -231,7 +231,7 @@ def test_another_study_in_the_same_folder_is_refused(here: Here) -> None:
     study = load(str(folder / "tiny.yaml"), ["name=a b", f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:
         ledger.append(
-            **{key: value for key, value in made_up_events(study)[0].items() if key != "time"}
+            {key: value for key, value in made_up_events(study)[0].items() if key != "time"}
         )
     assert_refused(
         here("run", "tiny", "name=a-b"), "name='a-b'", str(study.folder), "'a b'", "name='a b'"
@@ -260,7 +260,7 @@ def test_report_from_a_ledger_alone_on_a_terminal_without_its_characters(folder:
     study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}", "seeds=[0,1]"])
     with Ledger(study.folder) as ledger:
         for event in made_up_events(study):
-            ledger.append(**{key: value for key, value in event.items() if key != "time"})
+            ledger.append({key: value for key, value in event.items() if key != "time"})
     done = lns_study("report", "tiny", cwd=folder, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert " ? " in done.stdout
@@ -282,7 +282,7 @@ def test_a_report_that_cannot_work_is_refused_and_writes_nothing(
     study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
     with Ledger(study.folder) as ledger:
         for event in made_up_events(study):
-            ledger.append(**{key: value for key, value in event.items() if key != "time"})
+            ledger.append({key: value for key, value in event.items() if key != "time"})
     if uri is None:
         (study.folder / "report").write_text("in the way")
     assert_refused(here("report", "tiny", *(["--tracking-uri", uri] if uri else [])), said)

@@ -14,7 +14,7 @@ import pytest
 from study.api import Outcome, run_study
 from study.config import StudyConfig
 from study.config.compose import load
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from tests.study.conftest import TINY, SilentView, raw_lines
 
 Tiny = Callable[..., StudyConfig]

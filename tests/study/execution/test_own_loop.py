@@ -12,7 +12,7 @@ from study.api import run_study
 from study.config import StudyConfig
 from study.config.compose import change, load, override_trial
 from study.execution.preflight import preflight
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, fold
 from study.manage.checkpoints import check_checkpoints

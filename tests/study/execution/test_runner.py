@@ -21,7 +21,7 @@ from study.config.compose import change
 from study.errors import UserError
 from study.execution.control import GRACE_VARIABLE, grace_seconds
 from study.execution.runner import DOUBLED_SECONDS
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, TrialState, fold
 from study.report.tables import protocol

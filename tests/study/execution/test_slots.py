@@ -213,7 +213,7 @@ def course(tiny: Make, tmp_path: Path) -> tuple[Loop, StudyState, Ledger]:
     study = tiny("course", f"storage={tmp_path}", "max_failures=1")
     plan, state, ledger = make_plan(study), StudyState(), Ledger(study.folder)
     ledger.listen(state.apply)
-    ledger.append("planned", ledger="x", **plan.to_event(), data=[])
+    ledger.append({**plan.to_event("x"), "data": []})
     agenda = Agenda(plan, state, lambda trial: None)
     for _ in plan.trials:
         agenda.next()

@@ -25,7 +25,7 @@ from study.execution.control import FILE as CONTROL
 from study.execution.control import POLL_SECONDS, Control, Wish, ask
 from study.execution.local.pool import Pool
 from study.ledger import log
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import FINISHED, PLANNED, STOPPED, StudyState, fold
 from study.results.summary import summarise

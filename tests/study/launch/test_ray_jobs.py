@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from study.cli import main
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY

@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from study.errors import UserError
-from study.ledger.lines import Event, seal
+from study.ledger.events import Event
+from study.ledger.lines import seal
 from study.ledger.lock import LOCK, is_locked
 from study.ledger.log import (
     FILE,
@@ -46,7 +47,9 @@ REPORTS = st.lists(
 def write(folder: Path, reports: list[tuple[str, int, float]]) -> list[bool]:
     with Ledger(folder) as ledger:
         return [
-            ledger.append("report", trial=trial, epoch=epoch, metrics={"x": value})
+            ledger.append(
+                {"event": "report", "trial": trial, "epoch": epoch, "metrics": {"x": value}}
+            )
             for trial, epoch, value in reports
         ]
 
@@ -75,7 +78,7 @@ def test_a_password_in_the_error_of_a_trial_is_not_kept(tmp_path: Path) -> None:
         ledger.listen(heard.append)
         for event in ("failed", "restarted", "relieved"):
             error = f"OperationalError: {event}: postgresql://ada:pa-ss@host/db is away"
-            ledger.append(event, trial="a", error=error, relief={})
+            ledger.append({"event": event, "trial": "a", "error": error, "relief": {}})
     assert b"pa-ss" not in (tmp_path / FILE).read_bytes()
     assert all("postgresql://ada:***@host/db is away" in event["error"] for event in heard)
 
@@ -281,10 +284,10 @@ def test_times_are_as_far_apart_as_events_when_the_clock_is_set(
 ) -> None:
     real = time.time
     with Ledger(tmp_path) as ledger:
-        ledger.append("started", trial="a")
+        ledger.append({"event": "started", "trial": "a"})
         for epoch, jump in enumerate((-3600.0, 86400.0), 1):
             monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
-            ledger.append("report", trial="a", epoch=epoch, metrics={})
+            ledger.append({"event": "report", "trial": "a", "epoch": epoch, "metrics": {}})
     times = [event["time"] for event in read_ledger(tmp_path)]
     assert times == sorted(times)
     assert times[-1] - times[0] < 600
@@ -371,8 +374,8 @@ def test_listeners_hear_an_event_after_it_is_on_disk(tmp_path: Path) -> None:
     heard: list[bool] = []
     with Ledger(tmp_path) as ledger:
         ledger.listen(lambda event: heard.append(event in read_ledger(tmp_path)))
-        ledger.append("report", trial="a", epoch=1, metrics={})
-        ledger.append("report", trial="a", epoch=1, metrics={})
+        ledger.append({"event": "report", "trial": "a", "epoch": 1, "metrics": {}})
+        ledger.append({"event": "report", "trial": "a", "epoch": 1, "metrics": {}})
     assert heard == [True]
 
 
@@ -385,16 +388,16 @@ def test_a_ledger_that_cannot_be_written_keeps_what_it_has_and_takes_nothing_beh
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Ledger(tmp_path) as ledger:
-        assert ledger.append("report", trial="a", epoch=1, metrics={})
+        assert ledger.append({"event": "report", "trial": "a", "epoch": 1, "metrics": {}})
         before = (tmp_path / FILE).read_bytes()
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
         try:
             with pytest.raises(OSError, match="too large"):
-                ledger.append("report", trial="a", epoch=2, metrics={})
+                ledger.append({"event": "report", "trial": "a", "epoch": 2, "metrics": {}})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         with pytest.raises(OSError, match="too large"):
-            ledger.append("finished", trial="a", metrics={})
+            ledger.append({"event": "finished", "trial": "a", "metrics": {}})
     assert (tmp_path / FILE).read_bytes() == before
     assert write(tmp_path, [("a", 1, 0.0), ("a", 2, 0.0)]) == [False, True]
 
@@ -410,11 +413,11 @@ def test_a_storage_that_is_unmounted_takes_no_more_events(tmp_path: Path, of: st
     place.mkdir(parents=True)
     with mounted(place, disk):
         with Ledger(folder) as ledger:
-            ledger.append("report", trial="a", epoch=1, metrics={"x": 1.0})
+            ledger.append({"event": "report", "trial": "a", "epoch": 1, "metrics": {"x": 1.0}})
             lines = (folder / FILE).read_bytes()
             unmount(place)
             with pytest.raises(LedgerGoneError, match="unmounted") as refused:
-                ledger.append("report", trial="a", epoch=2, metrics={"x": 1.0})
+                ledger.append({"event": "report", "trial": "a", "epoch": 2, "metrics": {"x": 1.0}})
         assert list(place.iterdir()) == []
         named = re.findall(
             rf"last complete copy of the ledger is (\S+/{FILE}):", str(refused.value)
@@ -443,13 +446,13 @@ def test_a_folder_that_is_removed_moved_or_replaced_takes_no_more_events(
 ) -> None:
     folder = tmp_path / "study"
     with Ledger(folder) as ledger:
-        ledger.append("report", trial="a", epoch=1, metrics={"x": 1.0})
+        ledger.append({"event": "report", "trial": "a", "epoch": 1, "metrics": {"x": 1.0}})
         lines = (folder / FILE).read_bytes()
         now = vanish(folder, how)
         with pytest.raises(LedgerGoneError) as refused:
-            ledger.append("report", trial="a", epoch=2, metrics={"x": 1.0})
+            ledger.append({"event": "report", "trial": "a", "epoch": 2, "metrics": {"x": 1.0}})
         with pytest.raises(LedgerGoneError):
-            ledger.append("report", trial="a", epoch=3, metrics={"x": 1.0})
+            ledger.append({"event": "report", "trial": "a", "epoch": 3, "metrics": {"x": 1.0}})
     named = [Path(word.rstrip(",:")) for word in str(refused.value).split() if FILE in word]
     copy = named[-1]
     assert copy.read_bytes() == lines
@@ -465,24 +468,26 @@ def test_a_ledger_that_another_process_changes_takes_no_more_events(
 ) -> None:
     """Lines after a gap would be lost, and the study would end as if all were well."""
     with Ledger(tmp_path) as ledger:
-        ledger.append("report", trial="a", epoch=1, metrics={"x": 1.0})
+        ledger.append({"event": "report", "trial": "a", "epoch": 1, "metrics": {"x": 1.0}})
         lines = (tmp_path / FILE).read_bytes()
         changed = lines[:-20] if how == "cut" else lines + b"x\n"
         (tmp_path / FILE).write_bytes(changed)
         for epoch in (2, 3):
             with pytest.raises(LedgerError, match=f"was {how} by another process.* --repair"):
-                ledger.append("report", trial="a", epoch=epoch, metrics={"x": 1.0})
+                ledger.append(
+                    {"event": "report", "trial": "a", "epoch": epoch, "metrics": {"x": 1.0}}
+                )
     assert (tmp_path / FILE).read_bytes() == changed
 
 
 def test_a_lock_that_is_removed_lets_no_two_processes_write(tmp_path: Path) -> None:
     with Ledger(tmp_path) as first:
-        first.append("capacity", cpus=1)
+        first.append({"event": "capacity", "cpus": 1})
         (tmp_path / LOCK).unlink()
         with Ledger(tmp_path) as second:
-            second.append("capacity", cpus=2)
+            second.append({"event": "capacity", "cpus": 2})
             with pytest.raises(LedgerGoneError, match="another process could write"):
-                first.append("capacity", cpus=3)
+                first.append({"event": "capacity", "cpus": 3})
     assert [event["cpus"] for event in open_ledger(tmp_path).events] == [1, 2]
     assert not open_ledger(tmp_path).damage
 

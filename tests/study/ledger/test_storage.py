@@ -57,7 +57,7 @@ def folder(url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def note(ledger: Ledger, number: int) -> None:
-    ledger.append("capacity", cpus=number, gpus=0, nodes=1)
+    ledger.append({"event": "capacity", "cpus": number, "gpus": 0, "nodes": 1})
 
 
 def noted(folder: Path) -> list[int]:

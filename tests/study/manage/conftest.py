@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from study.config import StudyConfig
-from study.ledger.lines import Event
+from study.ledger.events import Event
 
 Tiny = Callable[..., StudyConfig]
 

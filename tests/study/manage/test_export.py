@@ -16,7 +16,7 @@ import pytest
 from study.cli import main
 from study.config import StudyConfig
 from study.handle import Study
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.state import fold
 from study.manage.export import export
 from study.report.interactive import explore_data

@@ -39,7 +39,7 @@ def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
     with Ledger(study.folder) as ledger:
         state = fold(ledger.history)
         ledger.listen(state.apply)
-        ledger.append("planned", **plan.to_event(), data=[], provenance={})
+        ledger.append({"event": "planned", **plan.to_event(), "data": [], "provenance": {}})
         assert continuations(ledger, state) == 1  # the other trial's checkpoint is gone
         first, second = state.trials
         assert (first.status, first.epoch, first.checkpoints_left()) == (
@@ -100,7 +100,7 @@ def test_other_trials_do_not_go_on(local: Tiny, change: str) -> None:
     with Ledger(study.folder) as ledger:
         state = fold(ledger.history)
         ledger.listen(state.apply)
-        ledger.append("planned", **plan.to_event(), data=[], provenance={})
+        ledger.append({"event": "planned", **plan.to_event(), "data": [], "provenance": {}})
         assert continuations(ledger, state) == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from study.config import StudyConfig
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.state import fold
 from study.manage.extend import extended
 from study.report.html import render_html

@@ -13,7 +13,7 @@ from study.config import SearchConfig, StudyConfig
 from study.config.compose import load
 from study.execution.schedulers import Scheduler, make_scheduler
 from study.handle import Study, run
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.state import StudyState, fold
 from study.plan.plan import make_plan
 from study.plan.trials import Base

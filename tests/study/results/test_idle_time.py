@@ -8,7 +8,7 @@ import pytest
 
 from study.api import run_study
 from study.config import StudyConfig
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.slots import Run, Waiting
 from study.ledger.state import fold

@@ -18,7 +18,7 @@ from PIL import Image
 
 from study.config import Metric, RowConfig, StudyConfig
 from study.config.compose import change
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.state import StudyState, TrialState, fold
 from study.manage.export import export_rows
 from study.manage.studies import overview

@@ -282,7 +282,7 @@ def test_follower_reads_whole_lines_only_and_each_once(tmp_path: Path) -> None:
     line = seal({"event": "report", "trial": "a", "epoch": 2, "time": 1, "metrics": {}}, 3)
     assert follower.poll() == []
     with Ledger(tmp_path) as ledger:
-        ledger.append("report", trial="a", epoch=1, metrics={})
+        ledger.append({"event": "report", "trial": "a", "epoch": 1, "metrics": {}})
         with (tmp_path / FILE).open("ab") as file:
             file.write(line[:24])
         assert [event["epoch"] for event in follower.poll()] == [1]

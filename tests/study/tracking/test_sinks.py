@@ -18,7 +18,7 @@ import pytest
 from study.api import run_study
 from study.config import StudyConfig
 from study.execution.preflight import preflight
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import fold
 from study.plan.plan import make_plan
@@ -64,8 +64,10 @@ def with_failure(study: StudyConfig) -> tuple[list[Event], str]:
 def replay(ledger: Ledger, events: list[Event]) -> None:
     for event in events:
         ledger.append(
-            event["event"],
-            **{key: value for key, value in event.items() if key not in ("event", "time")},
+            {
+                "event": event["event"],
+                **{key: value for key, value in event.items() if key not in ("event", "time")},
+            }
         )
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from study.api import run_study
 from study.config import StudyConfig
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import Ledger
 from study.ledger.state import FINISHED
 from study.tracking.sinks import Sinks
@@ -37,8 +37,10 @@ def replay(ledger: Ledger, events: list[Event]) -> None:
     """Append made-up events."""
     for event in events:
         ledger.append(
-            event["event"],
-            **{key: value for key, value in event.items() if key not in ("event", "time")},
+            {
+                "event": event["event"],
+                **{key: value for key, value in event.items() if key not in ("event", "time")},
+            }
         )
 
 
@@ -92,7 +94,7 @@ from study.tracking.supervisor import Tracker
 folder, uri, events = Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
 with Ledger(folder) as ledger:
     for event in events:
-        ledger.append(**{key: value for key, value in event.items() if key != "time"})
+        ledger.append({key: value for key, value in event.items() if key != "time"})
     Tracker(folder, uri, folder.parent / "artifacts", print).start()
     os.kill(os.getpid(), signal.SIGKILL)
 """

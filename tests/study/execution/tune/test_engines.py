@@ -18,7 +18,7 @@ import study as public
 from study.api import Outcome
 from study.config import StudyConfig
 from study.errors import UserError
-from study.ledger.lines import Event
+from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED
 from tests.study.execution.conftest import Tiny, results, run
