@@ -209,8 +209,8 @@ class Listed(NumberFormat):
 
         x = as_float32(x)
         if random is None and on_gpu(x) and self.grid.shift is not None:
-            arrays = (kept(self, name, x) for name in ("cells", "ends", "levels"))
-            return cuda.quantize_listed(x, *arrays, self.grid.shift, self.not_a_real)
+            cells, ends, levels = (kept(self, name, x) for name in ("cells", "ends", "levels"))
+            return cuda.quantize_listed(x, cells, ends, levels, self.grid.shift, self.not_a_real)
         found = kept(self, "levels", x)[index(self, x, random)]
         return torch.where(x.isfinite() if self.not_a_real else ~x.isnan(), found, torch.nan)
 
