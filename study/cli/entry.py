@@ -12,16 +12,19 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from study.cli.data import add_data
 from study.cli.doctor import add_doctor
 from study.cli.launch import add_launch
-from study.cli.manage import add_commands
+from study.cli.manage import Commands, add_commands
 from study.cli.reproduce import add_reproduce
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
+from study.cli.studies import add_studies
 from study.cli.tracking import add_tracking_commands
 from study.errors import StorageError, UserError
 from study.program import NAME, own_version, process_began
@@ -43,6 +46,17 @@ each, and compare the test errors.
                              missing data to MLflow
   lns-study ui               open the runs in MLflow's web interface
 """
+GROUPS = {
+    "Run": ("studies", "run", "plan", "launch", "resume", "retry", "extend", "import", "simulate"),
+    "Watch": ("list", "status", "dashboard"),
+    "Change": ("pause", "stop", "cancel", "edit"),
+    "Results": ("report", "show", "export", "compare", "reproduce", "rerun"),
+    "MLflow": ("ui", "sync", "reconcile"),
+    "Data and repair": ("data", "doctor"),
+}
+"""The commands in the order of ``--help``."""
+WIDTH, COLUMN = 79, 13
+"""Width of the list of commands, and of the column of their names."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,12 +136,15 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     """Return the parser of every command, and the commands' names."""
     parser = argparse.ArgumentParser(
         prog="lns-study",
-        description=DESCRIPTION,
+        usage="lns-study [-h] [--version] COMMAND ...",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{NAME} {own_version()}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = _Described(
+        parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
+    )
+    add_studies(commands)
     add_run(commands)
     add_plan(commands)
     add_launch(commands)
@@ -139,7 +156,40 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     add_doctor(commands)
     add_data(commands)
     add_simulate(commands)
-    return parser, commands.choices
+    parser.description = f"{DESCRIPTION}\n{_listed(commands.texts)}"
+    return parser, commands.texts
+
+
+class _Described:
+    """Argparse's subparsers, with the text of each command for a list in groups.
+
+    Argparse lists all commands in one group, in the order in which they were added.
+    """
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+        self.texts: dict[str, str] = {}
+
+    def add_parser(self, name: str, *, help: str, **options: Any) -> argparse.ArgumentParser:
+        self.texts[name] = help
+        parser: argparse.ArgumentParser = self._commands.add_parser(name, **options)
+        return parser
+
+
+def _listed(texts: Mapping[str, str]) -> str:
+    """Return the commands with their texts, by :data:`GROUPS`."""
+    lines = []
+    for group, names in GROUPS.items():
+        lines.append(f"{group}:")
+        for name in names:
+            lines += textwrap.wrap(
+                texts[name],
+                WIDTH,
+                initial_indent=f"  {name}".ljust(COLUMN),
+                subsequent_indent=" " * COLUMN,
+            )
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -238,12 +238,24 @@ def studies_with(key: str) -> list[str]:
 
     The key may be in the study's file or in one of its groups; the last one counts.
     """
+    return [name for name, values in _studies() if values.get(key)]
+
+
+def questions() -> dict[str, tuple[str, bool]]:
+    """Return the question of each study in conf/study, by name, and whether it has a small form."""
+    return {
+        name: (str(values.get("question") or ""), bool(values.get("small")))
+        for name, values in _studies()
+    }
+
+
+def _studies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the names of the studies in conf/study, sorted, with the top-level keys of their files
+    and groups; the last file with a key counts."""
     files = {path.stem: path for root in reversed(_roots()) for path in root.glob("study/*.yaml")}
-    return sorted(
-        name
-        for name, path in files.items()
-        if [{}, *(values[key] for _, values in _layers(name, path, {}) if key in values)][-1]
-    )
+    for name in sorted(files):
+        layers = _layers(name, files[name], {})
+        yield name, {key: value for _, values in layers for key, value in values.items()}
 
 
 def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides") -> dict[str, Any]:

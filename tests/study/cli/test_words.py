@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stdout
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from study.cli import main
-from study.cli.entry import build_parser
+from study.cli.entry import GROUPS, build_parser
 
 
 def test_help_fits_eighty_columns() -> None:
@@ -18,6 +19,32 @@ def test_help_fits_eighty_columns() -> None:
         with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as printed:
             parser.parse_args([*words, "--help"])
         assert not [line for line in printed.getvalue().splitlines() if len(line) > 80]
+
+
+def test_help_lists_every_command_once() -> None:
+    with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as printed:
+        main(["--help"])
+    listed = [name for names in GROUPS.values() for name in names]
+    assert len(listed) == len(set(listed))
+    for name in listed:
+        assert f"\n  {name} " in printed.getvalue()
+        with pytest.raises(SystemExit) as ended, redirect_stdout(io.StringIO()):
+            main([name, "--help"])
+        assert ended.value.code == 0
+
+
+def test_the_studies_are_listed_with_their_questions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of the working folder too, which need no question."""
+    (tmp_path / "conf" / "study").mkdir(parents=True)
+    (tmp_path / "conf" / "study" / "mine.yaml").write_text("name: mine\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["studies"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nmine\n    no question\n" in printed
+    assert "\nformat_atlas  (--small)\n    Which number format" in printed
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
