@@ -43,7 +43,17 @@ ORDER = {
 names are not listed."""
 PARSERS = {
     f"study.cli.{name}"
-    for name in ("data", "doctor", "launch", "manage", "reproduce", "run", "serve", "tracking")
+    for name in (
+        "data",
+        "doctor",
+        "launch",
+        "manage",
+        "reproduce",
+        "run",
+        "serve",
+        "studies",
+        "tracking",
+    )
 }
 """Modules whose commands import their dependencies when they are called, because completion and
 ``--help`` wait for the others: 0.1 s of CPU time."""
