@@ -1,9 +1,10 @@
 """Progress of a study: a live table on a terminal, one line per epoch in a log.
 
-The estimated time left is the sum over rows of remaining epochs times the row's median seconds per
-epoch, divided by the largest number of trials that have run at the same time. Medians are per row
-because rows can differ tenfold, and exclude each trial's first epoch, which includes its start. The
-estimate is available after the first epoch.
+The estimated time left is the seconds that the remaining trials need, one after the other, divided
+by the mean number of trials that have run at a time. A row has its own seconds, because rows can
+differ tenfold: of a first epoch, which includes the trial's start, and of the others. The mean is
+over the time since the first start, because few large trials may run at a time where many small
+ones do. The estimate is available after the first epoch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -58,42 +59,77 @@ STYLES = {
     STOPPED: "yellow",
 }
 MAX_ROWS = 24
+ENDS = ("finished", "stopped", "failed", "restarted", "relieved")
+"""Events with which a trial stops running."""
 INTERRUPTED = "interrupted"
 """Status shown for trials that were running when their study was killed."""
 
 
 class Clock:
-    """Estimates the time left from each row's seconds per epoch in this run."""
+    """Estimates the time left from the seconds of the epochs in this run, by row."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
+        self._first_epochs: dict[str, list[float]] = defaultdict(list)
+        self._later_epochs: dict[str, list[float]] = defaultdict(list)
         self._last: dict[str, float] = {}
-        self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._at_once = 1
+        self._running: set[str] = set()
+        self._starting: set[str] = set()
+        self._start: float | None = None
+        self._now = self._trial_seconds = 0.0
 
     def hear(self, event: Event, trial: TrialState | None) -> None:
         """Record the time of an event of ``trial``."""
-        if trial is None or event["event"] not in ("started", "report"):
+        if trial is None or event["event"] not in ("started", "report", *ENDS):
             return
-        if event["event"] == "report" and trial.id in self._last:
-            self._seconds[trial.row].append(max(0.0, event["time"] - self._last[trial.id]))
-        self._last[trial.id] = event["time"]
+        now = event["time"]
+        if self._start is None:
+            self._start = self._now = now
+        self._trial_seconds += len(self._running) * max(0.0, now - self._now)
+        self._now = max(self._now, now)
+        if event["event"] == "started":
+            self._running.add(trial.id)
+            self._starting.add(trial.id)
+        elif event["event"] == "report":
+            if trial.id in self._last:
+                first = trial.id in self._starting
+                seconds = self._first_epochs if first else self._later_epochs
+                seconds[trial.row].append(max(0.0, now - self._last[trial.id]))
+            self._starting.discard(trial.id)
+        else:
+            self._running.discard(trial.id)
+        self._last[trial.id] = now
 
     def left(self, state: StudyState) -> float | None:
         """Return the estimated seconds until the study ends; None before the first epoch."""
-        running = sum(trial.status == RUNNING for trial in state.trials)
-        self._at_once = max(self._at_once, running)
-        every = [seconds for row in self._seconds.values() for seconds in row]
-        if not every:
+        if not self._first_epochs and not self._later_epochs:
             return None
-        usual = {row: statistics.median(seconds) for row, seconds in self._seconds.items()}
-        default = statistics.median(every)
+        first, later = map(_means, (self._first_epochs, self._later_epochs))
         todo = [
-            (trial.epochs - trial.epoch) * usual.get(trial.row, default)
+            self._seconds_left(trial, first, later)
             for trial in state.trials
             if trial.status in (PLANNED, RUNNING)
         ]
-        return max([sum(todo) / self._at_once, *todo], default=0.0)
+        elapsed = self._now - (self._start or 0.0)
+        at_once = self._trial_seconds / elapsed if elapsed > 0 else 0.0
+        return max([sum(todo) / (at_once or 1.0), *todo], default=0.0)
+
+    def _seconds_left(
+        self, trial: TrialState, first: Mapping[str, float], later: Mapping[str, float]
+    ) -> float:
+        """Return the estimated seconds of a trial's remaining epochs, with mean seconds of the
+        first and of a later epoch by row; ``""`` is any row."""
+        each = later.get(trial.row) or first.get(trial.row) or later.get("") or first[""]
+        starts = trial.status == PLANNED or trial.id in self._starting
+        start = first.get(trial.row) or first.get("", each)
+        return (trial.epochs - trial.epoch - starts) * each + starts * start
+
+
+def _means(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of each row, and of all under ``""``; empty without any."""
+    found = {row: statistics.fmean(values) for row, values in seconds.items()}
+    every = [value for values in seconds.values() for value in values]
+    return {**found, "": statistics.fmean(every)} if every else {}
 
 
 class _Sparing(Generic[T]):

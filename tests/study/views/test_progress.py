@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -113,20 +114,46 @@ def test_a_damaged_checkpoint_is_said(tiny: Tiny) -> None:
     )
 
 
+def timed(clock: Clock, state: StudyState, *events: tuple[float, str, int]) -> None:
+    """Apply events of trials, each a time, a kind and the trial's number."""
+    for at, kind, number in events:
+        trial = state.trials[number]
+        event: Any = {"event": kind, "trial": trial.id, "time": at, "metrics": {}}
+        if kind == "report":
+            event["epoch"] = trial.epoch + 1
+        state.apply(event)
+        clock.hear(event, trial)
+
+
 def test_the_time_left_is_shared_by_the_trials_that_run(tiny: Tiny) -> None:
     events = made_up_events(tiny("progress", "seeds=[0,1,2,3]"))
-    started = {"event": "started", "attempt": 0, "worker": 0}
-    for at_once in (1, 2):
+    for numbers in ([0], [0, 1]):
         state, clock = fold(events[:1]), Clock()
-        for trial in state.trials[:at_once]:
-            for k in range(3):
-                event = {**started, "trial": trial.id, "time": float(k)}
-                report = {"event": "report", "trial": trial.id, "time": float(k), "epoch": k}
-                event = event if k == 0 else {**report, "metrics": {}}
-                state.apply(event)
-                clock.hear(event, state.known[trial.id])
+        for at in range(3):
+            timed(clock, state, *((at, "report" if at else "started", n) for n in numbers))
         todo = sum(trial.epochs - trial.epoch for trial in state.trials)
-        assert clock.left(state) == pytest.approx(todo / at_once)
+        assert clock.left(state) == pytest.approx(todo / len(numbers))
+
+
+def test_large_trials_that_run_alone_are_not_divided_by_small_ones_that_do_not(tiny: Tiny) -> None:
+    """Four trials of a second at a time, then one of 30 s; each starts in 10 s."""
+    rows = "rows=[{label: small}, {label: large, overrides: {model.hidden: [8]}}]"
+    plan = made_up_events(tiny("progress", "baseline=null", rows, "seeds=[0,1,2,3,4,5]"))[:1]
+    state, clock = fold(plan), Clock()
+    small = [n for n, trial in enumerate(state.trials) if trial.row == "small"]
+    large = [n for n, trial in enumerate(state.trials) if trial.row == "large"]
+    epochs = state.trials[0].epochs
+    assert epochs == 3
+    timed(clock, state, *((0.0, "started", n) for n in small[:4]))
+    for at in (10.0, 10.5, 11.0):
+        timed(clock, state, *((at, "report", n) for n in small[:4]))
+    timed(clock, state, *((11.0, "finished", n) for n in small[:4]))
+    timed(clock, state, (11.0, "started", large[0]), (31.0, "report", large[0]))
+    timed(clock, state, (41.0, "report", large[0]), (51.0, "report", large[0]))
+    timed(clock, state, (51.0, "finished", large[0]))
+    seconds = 2 * 11.0 + 5 * 40.0
+    at_once = (4 * 11.0 + 40.0) / 51.0
+    assert clock.left(state) == pytest.approx(seconds / at_once)
 
 
 def test_what_was_running_when_a_study_was_killed_is_interrupted(tiny: Tiny) -> None:
