@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from trainers.config import (
     TrialConfig,
 )
 from trainers.config.optimizer import OPTIMIZERS, RATE_OF_HOST
-from trainers.workers.resources import TRIALS_PER_PROCESS, choose_share, trials_per_process
+from trainers.workers.resources import TRIALS_PER_PROCESS, choose_share, key_of, trials_per_process
 
 SMALL = TrialConfig(device="cuda")
 DEEP = ModelConfig(hidden=[64] * 300)
@@ -66,6 +67,17 @@ def test_small_trials_share_a_gpu_and_captured_ones_a_process(
 ) -> None:
     assert choose_share(trial) == share
     assert trials_per_process("auto", replace(trial, gpus=share)) == lanes
+
+
+def test_no_process_has_both_float32_products_and_what_may_switch_them_to_tf32() -> None:
+    """The switch is the whole process's, and float32 sums of LNS products use it."""
+
+    def key(fmt: str, accumulation: str) -> tuple[Any, ...]:
+        precision = PrecisionConfig(format=fmt, accumulation=accumulation)
+        return key_of(replace(SMALL, precision=precision))
+
+    assert key("float32", "float32") == key("bfloat16", "contract") == key("lns16", "contract")
+    assert key("lns16", "float32") != key("float32", "float32")
 
 
 def test_a_captured_step_varies_the_rates_of_the_optimizers_that_take_a_tensor() -> None:
