@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
-from study.cli.manage import print_table
+from study.cli.manage import Commands, print_table
 from study.errors import UserError, refusals
 
 
-def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_data(commands: Commands) -> None:
     """Add the command ``data`` to argparse's subparsers."""
     data = commands.add_parser(
         "data",

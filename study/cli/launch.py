@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from study.cli.manage import Commands
 from study.cli.run import add_study
 from study.errors import OutOfSightError, UserError, refusals
 from study.execution.launched import told
@@ -40,7 +41,7 @@ gs://bucket/prefix. Repeat the same command to continue the study.
 """
 
 
-def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_launch(commands: Commands) -> None:
     """Add the command ``launch`` to argparse's subparsers."""
     launch = commands.add_parser(
         "launch",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.cli.manage import add_storage
+from study.cli.manage import Commands, add_storage
 from study.cli.run import run_config
 from study.errors import UserError, refusals
 from study.ledger.storage import check_writable
@@ -36,7 +36,7 @@ trial.device=cuda, address=auto (one Ray for all), tracking_uri=none.
 """
 
 
-def add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_reproduce(commands: Commands) -> None:
     """Add the command ``reproduce`` to argparse's subparsers."""
     reproduce = commands.add_parser(
         "reproduce",

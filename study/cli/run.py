@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.cli.manage import add_storage, print_table
+from study.cli.manage import Commands, add_storage, print_table
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
 from study.text import counted, duration
@@ -60,7 +60,7 @@ for shells that expand them: 'seeds=[0,1]'.
 """
 
 
-def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_run(commands: Commands) -> None:
     """Add the command ``run`` to argparse's subparsers."""
     run = commands.add_parser(
         "run",
@@ -106,7 +106,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_plan(commands: Commands) -> None:
     """Add the command ``plan`` to argparse's subparsers."""
     plan = commands.add_parser(
         "plan",
@@ -122,7 +122,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.set_defaults(command=_plan)
 
 
-def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_simulate(commands: Commands) -> None:
     """Add the command ``simulate`` to argparse's subparsers."""
     simulate = commands.add_parser(
         "simulate",
@@ -157,7 +157,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.set_defaults(command=_simulate)
 
 
-def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_report(commands: Commands) -> None:
     """Add the command ``report`` to argparse's subparsers."""
     report = commands.add_parser(
         "report",

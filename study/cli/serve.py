@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from study.cli.manage import add_storage
+from study.cli.manage import Commands, add_storage
 from study.cli.run import say_plainly
 from study.errors import UserError, refusals
 from study.ledger.storage import check_writable
@@ -13,7 +13,7 @@ from study.tracking_uri import WHOLE, reveal, without_password
 from trainers.object_store import local_folder
 
 
-def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_ui(commands: Commands) -> None:
     """Add the command ``ui`` to argparse's subparsers."""
     ui = commands.add_parser(
         "ui",

@@ -27,7 +27,7 @@ from study.plan.identity import code_digests
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import Excluded, PlannedTrial
-from study.tracking.address import OFF
+from study.tracking.address import OFF, check_default
 from study.tracking.database_file import DatabaseLockedError
 from study.tracking.names import check_loggable
 from study.tracking.sinks import check_sinks
@@ -82,6 +82,8 @@ def preflight(
     plan = _without_forbidden(plan, reasons)
     if plan.study.tracking != OFF:
         check_loggable(plan)
+        if plan.study.tracking_uri is None:
+            check_default(plan.study.tracking, plan.study.storage, "tracking_uri=")
         try:
             check_tracking(plan.study.tracking)
         except DatabaseLockedError as locked:  # the writer process waits for it

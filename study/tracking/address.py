@@ -104,8 +104,13 @@ def is_within(uri: str, storage: str) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(local_folder(storage)))
 
 
-def check_default(uri: str, storage: str) -> None:
+def check_default(uri: str, storage: str, option: str = "--tracking-uri ") -> None:
     """Check a storage's default database, which the user has not named.
+
+    Args:
+        uri: address of the database.
+        storage: folder of the studies.
+        option: how the command names a store, for the remedy.
 
     Raises:
         ValueError: a link leads out of the storage, or another user of the machine owns the file.
@@ -115,12 +120,12 @@ def check_default(uri: str, storage: str) -> None:
         raise ValueError(
             f"tracking_uri={uri!r}: is a link to {place}, out of the storage, and nothing is"
             f" written there that you have not named; remove the link, or give"
-            f" `--tracking-uri {FILE}{place}`"
+            f" `{option}{FILE}{place}`"
         )
-    check_owner(uri)
+    check_owner(uri, option)
 
 
-def check_owner(uri: str) -> None:
+def check_owner(uri: str, option: str = "--tracking-uri ") -> None:
     """Check that no other user of the machine owns a SQLite file or its folder.
 
     Raises:
@@ -134,7 +139,7 @@ def check_owner(uri: str) -> None:
                 raise ValueError(
                     f"tracking_uri={uri!r}: {place} belongs to another user of the machine"
                     f" (uid {owner}), who can choose in it where files are written and read; if you"
-                    f" trust them, give `--tracking-uri {uri}`, else `--tracking-uri {OFF}`"
+                    f" trust them, give `{option}{uri}`, else `{option}{OFF}`"
                 )
 
 

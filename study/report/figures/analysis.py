@@ -31,6 +31,7 @@ from study.report.figures.style import (
     set_title,
     short,
     style_axes,
+    tag,
     value_axis,
 )
 from study.results.budgets import BestOf
@@ -104,7 +105,7 @@ def _front_axes(
         )
         xs, ys = [entry.values[other] for entry in mine], [entry.values[METRIC] for entry in mine]
         axes.scatter(
-            xs, ys, s=20, color=colour, marker=marker, alpha=0.75, linewidths=0, label=plain(row),
+            xs, ys, s=20, color=colour, marker=marker, alpha=0.75, linewidths=0, label=tag(row),
             zorder=2,
         )  # fmt: skip
     best = front(found, [other, METRIC], metric)
@@ -118,7 +119,7 @@ def _front_axes(
     if many:
         for entry in best[:MOST_NAMES]:
             axes.annotate(
-                plain(entry.name),
+                tag(entry.name),
                 (entry.values[other], entry.values[METRIC]),
                 (3, 3),
                 textcoords="offset points",
@@ -329,7 +330,7 @@ def draw_budget(
             color=COLOURS[number],
             linestyle=DASHES[number % len(DASHES)],
             linewidth=2,
-            label=plain(row),
+            label=tag(row),
         )
         axes.plot(xs[-1:], ys[-1:], color=COLOURS[number], marker=MARKERS[number])
     axes.set_xlabel("seconds of trials, as they ended")
@@ -349,7 +350,7 @@ def draw_best_of_k(curves: Mapping[str, BestOf], metric: Metric, theme: Theme) -
         curve, colour = curves[row], COLOURS[number]
         budgets = range(1, len(curve.mean) + 1)
         dash = DASHES[number % len(DASHES)]
-        axes.plot(budgets, curve.mean, color=colour, linestyle=dash, linewidth=2, label=plain(row))
+        axes.plot(budgets, curve.mean, color=colour, linestyle=dash, linewidth=2, label=tag(row))
         axes.fill_between(budgets, curve.low, curve.high, color=colour, alpha=0.12, linewidth=0)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))

@@ -23,6 +23,7 @@ from study.report.figures.style import (
     plain,
     set_title,
     style_axes,
+    tag,
     value_axis,
 )
 from study.results.answer import capital
@@ -67,10 +68,10 @@ def draw_bits(summary: Summary, theme: Theme) -> Figure | None:
             [statistics.fmean(values) for values in figures],
             yerr=[interval(values) or 0.0 for values in figures],
             color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
-            linestyle="-" if number < len(COLOURS) else "--", capsize=2, label=plain(name),
+            linestyle="-" if number < len(COLOURS) else "--", capsize=2, label=tag(name),
         )  # fmt: skip
     for row in levels:
-        axes.axhline(row.mean, color=theme.text, linewidth=1, linestyle=":", label=plain(row.label))
+        axes.axhline(row.mean, color=theme.text, linewidth=1, linestyle=":", label=tag(row.label))
     axes.set_xlabel("bits of the fraction")
     axes.set_ylabel(plain(metric.heading(metric.test_words)))
     set_title(axes, plain(f"{capital(metric.test_words)} by rule of the update, 95 %"), theme)
@@ -110,7 +111,7 @@ def draw_ranks(found: Sequence[Ranks], theme: Theme) -> Figure | None:
         axes.plot([place, place], [1, height], color=theme.grid, linewidth=1, zorder=1)
         axes.scatter([place], [1], color=COLOURS[number % len(COLOURS)], zorder=3)
         axes.annotate(
-            f"{plain(name)}  {place:.2f}", (place, height), color=theme.text, fontsize=10,
+            f"{tag(name)}  {place:.2f}", (place, height), color=theme.text, fontsize=10,
             ha="left" if place < (1 + len(names)) / 2 else "right", va="center",
             bbox={"facecolor": theme.page, "edgecolor": "none", "pad": 1},
         )  # fmt: skip
@@ -140,7 +141,7 @@ def draw_memory(state: StudyState, theme: Theme) -> Figure | None:
     for number, (row, of_depth) in enumerate(long.items()):
         axes.plot(
             list(of_depth), list(of_depth.values()), color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)], label=plain(row),
+            marker=MARKERS[number % len(MARKERS)], label=tag(row),
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

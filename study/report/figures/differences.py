@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from study.ledger.state import StudyState
-from study.report.figures.style import COLOURS, Theme, canvas, plain, set_title
+from study.report.figures.style import COLOURS, Theme, canvas, plain, set_title, tag
 from study.results.answer import capital, compare_rows
 from study.results.summary import Summary
 
@@ -45,7 +45,7 @@ def draw_differences(state: StudyState, summary: Summary, theme: Theme) -> Figur
             textcoords="offset points", ha="center", color=theme.text, fontsize=9,
         )  # fmt: skip
     _draw_margins(axes, [margin for _, _, margin in found], theme)
-    axes.set_yticks(range(len(found)), [plain(row.label) for row, _, _ in found])
+    axes.set_yticks(range(len(found)), [tag(row.label) for row, _, _ in found])
     axes.set_ylim(len(found) - 0.5, -0.7)
     unit = ", points" if metric.points else ""
     reference = f"{capital(metric.test_words)} minus that of {state.config.baseline}{unit}"

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from study.config.space import params_at
 from study.ledger.state import StudyState
-from study.report.figures.style import COLOURS, DPI, SIZE, Theme, plain, set_title, style_axes
+from study.report.figures.style import COLOURS, DPI, SIZE, Theme, plain, set_title, style_axes, tag
 from study.results.configurations import configurations
 from study.results.summary import summarise
 
@@ -53,7 +53,7 @@ def draw_population(state: StudyState, theme: Theme) -> Figure | None:
             axes.step(
                 range(epochs + 1), [*values, values[-1]], where="post",
                 color=COLOURS[row % len(COLOURS)], linewidth=2.4 if wins else 0.9,
-                alpha=1.0 if wins else 0.45, label=plain(entry.row) if named else None,
+                alpha=1.0 if wins else 0.45, label=tag(entry.row) if named else None,
             )  # fmt: skip
         if domain.kind.startswith("log"):
             axes.set_yscale("log")

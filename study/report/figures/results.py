@@ -34,6 +34,7 @@ from study.report.figures.style import (
     set_title,
     short,
     style_axes,
+    tag,
     value_axis,
     wrap_label,
 )
@@ -59,7 +60,7 @@ def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> Figure | N
         if row not in chosen:
             _draw_faint(axes, list(row.trials), metric, theme)
     for number, row in enumerate(chosen):
-        _draw_row(axes, number, plain(row.label), list(row.trials), metric)
+        _draw_row(axes, number, tag(row.label), list(row.trials), metric)
     axes.set_xlabel("epoch")
     axes.set_ylabel(plain(metric.heading(metric.words)))
     title = f"{capital(metric.words)} per epoch: mean over seeds, band from lowest to highest"
@@ -126,9 +127,7 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> Figure | Non
             }
             axes.bar(number + 0.2, row.published, width, **hatched, zorder=2)
             _value(axes, number + 0.2, row.published, metric.figure(row.published), theme)
-    axes.set_xticks(
-        range(len(summary.rows)), [wrap_label(plain(row.label)) for row in summary.rows]
-    )
+    axes.set_xticks(range(len(summary.rows)), [wrap_label(tag(row.label)) for row in summary.rows])
     axes.set_ylabel(plain(metric.heading(metric.test_words)))
     set_title(axes, _bars_title(summary, published), theme)
     axes.margins(y=0.14)
@@ -162,7 +161,7 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> Figure | None:
             color=theme.text,
             fontsize=8,
         )
-    axes.set_yticks(range(len(rows)), [plain(row.label) for row, _ in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [tag(row.label) for row, _ in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(plain(metric.heading(metric.test_words)))
     title = f"{capital(metric.test_words)} after the last epoch: mean, seeds (dots)"
@@ -273,7 +272,7 @@ def _slice_legend(figure: Figure, rows: list[str], theme: Theme) -> None:
             color=COLOURS[n % len(COLOURS)],
             marker=MARKERS[n % len(MARKERS)],
             linestyle="",
-            label=plain(row),
+            label=tag(row),
         )
         for n, row in enumerate(rows)
     ]

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from study.ledger.slots import AGAIN, Run
-from study.report.figures.style import COLOURS, MOST_CURVES, Theme, canvas, plain, set_title
+from study.report.figures.style import COLOURS, MOST_CURVES, Theme, canvas, set_title, tag
 from study.results.utilisation import beginning, slots_over_time, start_seconds
 
 PALE = 0.4
@@ -142,7 +142,7 @@ def _pale(colour: Any, theme: Theme) -> Any:
 def _row_handles(rows: Sequence[str]) -> list[Any]:
     """Return the rows' legend handles; empty if there are more rows than colours."""
     few = rows if len(rows) <= MOST_CURVES else ()
-    return [Patch(color=COLOURS[number], label=plain(row)) for number, row in enumerate(few)]
+    return [Patch(color=COLOURS[number], label=tag(row)) for number, row in enumerate(few)]
 
 
 def _marks(axes: Any, run: Run, divisor: float, size: float, theme: Theme) -> list[Any]:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from study.config import Metric
 from study.config.space import show
-from study.text import CELL, cut
+from study.text import CELL, cut, one_line, printable
 
 COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
 DASHES = ("-", "--", "-.", ":")
@@ -30,6 +30,8 @@ FINE, COARSE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0), (1.0, 3.0)
 COLOURS_KEPT = 128
 MOST_CURVES = 7
 """Maximum number of rows with a colour of their own; the others are thin and grey."""
+LABEL = 60
+"""Maximum number of characters of a row's label in a picture."""
 SIZE = (8.0, 4.4)
 """Width and height in inches; 11-point text stays legible at a width of 700 pixels."""
 
@@ -54,8 +56,16 @@ def short(value: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Cut a long text, and escape it so that matplotlib does not parse it as a formula."""
-    return cut(text, CELL).replace("$", r"\$")
+    """Cut a long text, and escape it so that matplotlib does not parse it as a formula.
+
+    Control characters are escaped too: one of them reverses the text that follows.
+    """
+    return printable(cut(text, CELL)).replace("$", r"\$")
+
+
+def tag(label: str) -> str:
+    """Return the label of a row, which a stranger may have written, as one short line."""
+    return plain(one_line(label, LABEL))
 
 
 def canvas(theme: Theme, height: float = SIZE[1]) -> tuple[Figure, Any]:

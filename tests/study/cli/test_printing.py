@@ -19,6 +19,7 @@ from study.cli import main
 from study.handle import load
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
+from study.report.figures.style import LABEL, tag
 from study.report.write import write_report
 from study.text import cut, printable, printable_json
 from tests.study.conftest import made_up_events, write_ledger
@@ -136,6 +137,15 @@ def test_no_control_character_of_a_ledger_is_in_what_a_page_draws(tiny: Tiny) ->
     shown = list(texts_of(json.loads(data)))
     assert any(r"\x1b" in text for text in shown)
     assert not [text for text in shown if CONTROLS.search(text)]
+
+
+def test_a_label_in_a_picture_is_one_short_line_without_control_characters(tiny: Tiny) -> None:
+    """A bidirectional override would reverse the text after it; a long label hides the picture."""
+    label = "\x1b\u202e\n" + 1000 * "long "
+    found = tag(label)
+    assert len(found) <= LABEL + 20
+    assert not CONTROLS.search(found)
+    assert "\n" not in found
 
 
 def texts_of(value: Any) -> Iterator[str]:

@@ -21,7 +21,7 @@ from study.tracking.artifacts import Artifacts, PlaceError
 from study.tracking.models import _checkpoint
 from study.tracking.writer import connect
 from study.tracking_uri import PASSWORD, USER
-from tests.study.conftest import made_up_events, write_ledger
+from tests.study.conftest import TINY, made_up_events, write_ledger
 from tests.study.tracking.conftest import Tiny, break_store, runs_of, send
 from trainers.checkpoint.manifest import STATE, sealed
 
@@ -276,6 +276,32 @@ def test_a_database_of_another_user_is_written_if_its_reader_names_it(
     assert main([*words, "--tracking-uri", study.tracking]) == 0
     monkeypatch.setattr(address, "owner_of", lambda place: 0)  # root is not a stranger
     address.check_owner(study.tracking)
+
+
+def test_a_run_writes_no_database_that_another_user_put_into_its_storage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A database that the run has not named: behind a link, or another user's."""
+    victim = tmp_path / "private.db"
+    with closing(sqlite3.connect(victim)) as database:
+        database.execute("CREATE TABLE mine (x)")
+    before = victim.read_bytes()
+    storage = tmp_path / "shared"
+    storage.mkdir()
+    (storage / "mlflow.db").symlink_to(victim)
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY)
+    words = ["run", str(file), f"storage={storage}", "--plain"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"is a link to {victim}, out of the storage" in said
+    assert f"`tracking_uri=sqlite:///{victim}`" in said
+    assert victim.read_bytes() == before
+    (storage / "mlflow.db").unlink()
+    monkeypatch.setattr(address, "owner_of", lambda place: 12345)
+    assert main(words) == 2
+    assert "belongs to another user" in capsys.readouterr().err
+    assert not list(storage.glob("mlflow.db*"))
 
 
 def test_a_checkpoint_outside_the_storage_is_not_sent(tmp_path: Path) -> None:
