@@ -119,7 +119,7 @@ class Clock:
     ) -> float:
         """Return the estimated seconds of a trial's remaining epochs, with mean seconds of the
         first and of a later epoch by row; ``""`` is any row."""
-        each = later.get(trial.row) or first.get(trial.row) or later.get("") or first[""]
+        each = later.get(trial.row) or first.get(trial.row) or later.get("") or first.get("", 0.0)
         starts = trial.status == PLANNED or trial.id in self._starting
         start = first.get(trial.row) or first.get("", each)
         return (trial.epochs - trial.epoch - starts) * each + starts * start

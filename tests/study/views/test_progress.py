@@ -156,6 +156,13 @@ def test_large_trials_that_run_alone_are_not_divided_by_small_ones_that_do_not(t
     assert clock.left(state) == pytest.approx(seconds / at_once)
 
 
+def test_epochs_that_took_no_time_leave_none(tiny: Tiny) -> None:
+    """Two reports at the same time, of a trial whose start the view has not heard."""
+    state, clock = fold(made_up_events(tiny("progress"))[:1]), Clock()
+    timed(clock, state, (1.0, "report", 0), (1.0, "report", 0))
+    assert clock.left(state) == 0.0
+
+
 def test_what_was_running_when_a_study_was_killed_is_interrupted(tiny: Tiny) -> None:
     events = made_up_events(tiny("progress"))
     console = Console(file=io.StringIO(), width=120)
