@@ -307,13 +307,17 @@ def test_a_study_ends_at_once_if_told_so(
             time.sleep(DOUBLED_SECONDS)
             signal.raise_signal(signal.SIGINT)
 
+    interrupted = False
+
     def interrupt(event: Event) -> None:
-        if event["event"] == "report" and event["epoch"] == 2:
+        nonlocal interrupted
+        if event["event"] == "report" and event["epoch"] == 2 and not interrupted:
+            interrupted = True
             signal.raise_signal(signal.SIGINT)
 
     if said == "0":
         monkeypatch.setenv(GRACE_VARIABLE, said)
-    study = both(f"at once {said}", *LEFT)
+    study = both(f"at once {said}", "trial.epochs=500", "checkpoint_every=500")  # none may finish
     with pytest.raises(KeyboardInterrupt):
         run_study(study, SilentView(interrupt), say)
     assert any(line.startswith("Ending: ") for line in lines) == (said == "again")
@@ -384,11 +388,12 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 
 def test_what_cannot_work_fails_at_once_with_its_message(
-    both: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nodes of a cluster that lack the data get no trial at all (``tests/study/execution/tune``)."""
     monkeypatch.setattr("study.api.preflight", lambda plan, *_: (plan, []))
     rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
-    outcome, view = run(both("refused", f"rows={rows}", "baseline=null"))
+    outcome, view = run(tiny("refused", f"rows={rows}", "baseline=null"))
     bad, good = outcome.state.trials
     assert (bad.status, good.status) == (FAILED, FINISHED)
     assert bad.error.startswith("data.train_size=99999: ")
