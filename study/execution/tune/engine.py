@@ -215,7 +215,7 @@ class TuneEngine:
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             use = self._look()
-            self._hosts.poll(self._loop.waits, self._trials.used)
+            self._hosts.poll(self._loop.waits or self._trials.started, self._trials.used)
             self._trials.room.nodes = self._hosts.rooms
             self._look_at_others(use)
             self._end_deaf()

@@ -124,10 +124,12 @@ class Hosts:
         """Update the list of nodes and their hosts; to be called every second.
 
         Args:
-            waiting: whether a trial is waiting for resources.
+            waiting: whether a trial is waiting for resources, or for Ray to place it.
             used: ids of the nodes that run trials.
         """
-        self._looked = time.monotonic()
+        first, self._looked = self._looked < 0, time.monotonic()
+        for host in self._hosts.values() if first else ():
+            host.needed = self._looked  # nobody could need it before
         nodes = {node["NodeID"]: node for node in self._nodes() if node["Alive"]}
         self._drain({n: node for n, node in nodes.items() if node.get("Draining")}, used)
         self._end_idle(waiting, used)

@@ -139,6 +139,8 @@ def test_nodes_that_no_trial_needs_any_more_are_given_back(three: Any, tmp_path:
     assert process.returncode == 0, said
     events = read_ledger(folder)
     assert [trial.status for trial in fold(events).trials] == [FINISHED] * 2
+    used = capacity(events)
+    assert used[used.index(24) :] == [24, 16, 8]  # no node is given back before its trial begins
     assert events[-1]["time"] - events[0]["time"] > 40.0  # it ran all the time
 
 

@@ -121,6 +121,20 @@ def test_a_host_that_is_idle_while_no_trial_waits_ends_and_is_made_once_one_wait
     assert actors.made == ["busy", "idle", "idle", "new"]
 
 
+def test_a_host_that_was_started_long_before_the_first_trial_is_kept(
+    actors: Actors, now: list[float]
+) -> None:
+    """Hosts start while the driver checks the trials, which may take minutes."""
+    hosts = Hosts((), lambda: [node("early")])
+    hosts.start()
+    now[0] += 3 * IDLE_SECONDS
+    hosts.poll(False, ())
+    answers(hosts, "early")
+    hosts.poll(True, ())
+    assert [room.node for room in hosts.rooms] == ["early"]
+    assert actors.made == ["early"]
+
+
 def test_a_node_whose_host_dies_is_asked_again_after_ever_longer_waits(
     actors: Actors, now: list[float]
 ) -> None:
