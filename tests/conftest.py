@@ -130,6 +130,22 @@ def _judged(report: Any) -> Any:
     return report
 
 
+@pytest.fixture(autouse=True)
+def _no_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test of the unit tier that starts a process."""
+    if request.node.get_closest_marker("unit") is None:
+        yield
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("a test of the unit tier starts a process; remove pytest.mark.unit")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("subprocess.Popen", "os.fork", "multiprocessing.Process.start"):
+            patch.setattr(name, refuse)
+        yield
+
+
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start one local Ray cluster for the session.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from study.config.keys import OUTSIDE, sha256_of, without
+
+pytestmark = pytest.mark.unit
 
 
 def test_what_changes_no_result_is_left_out_of_a_copy() -> None:

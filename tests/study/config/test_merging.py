@@ -12,6 +12,8 @@ from study.config.compose import as_overrides, load, override_trial
 from study.plan.plan import make_plan
 from tests.study.conftest import TINY
 
+pytestmark = pytest.mark.unit
+
 SEARCHED = """
 space: {optimizer.lr: {choice: [0.1, 0.2]}, batch_size: {choice: [32, 64]}}
 search: {algorithm: tpe, num_samples: 3, constraints: {bits: '<= 32'}}

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from study.config.keys import apply
 from study.config.space import RANGES, describe, parse_space, unit_points
 
+pytestmark = pytest.mark.unit
+
 MIXED: dict[str, Any] = {
     "precision": {"choice": [{"format": "float32"}, {"format": "lns12", "kahan_sum": True}]},
     "optimizer.name": {"grid": ["sgd", "adam"]},

@@ -12,6 +12,8 @@ import pytest
 
 from study.ledger.events import Line
 
+pytestmark = pytest.mark.unit
+
 ROOT = Path(__file__).parents[3]
 KINDS = {get_args(kind.__annotations__["event"])[0]: kind for kind in get_args(Line)}
 SEAL = {"n", "check"}

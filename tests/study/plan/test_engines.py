@@ -16,6 +16,8 @@ from study.plan.plan import Plan, make_plan
 from tests.study.conftest import TINY, made_up_events, write_ledger
 from trainers.workers.resources import IN_PROCESS, OWN_LOOP, RAY_TRAIN
 
+pytestmark = pytest.mark.unit
+
 EPOCHS = 100
 LIMIT = LONG * START_SECONDS / EPOCHS
 """Seconds per epoch from which the gang below counts as long."""

@@ -15,6 +15,8 @@ from study.plan.packing import Schedule, pack
 from study.plan.trials import PlannedTrial
 from trainers.config import TrialConfig
 
+pytestmark = pytest.mark.unit
+
 
 def trials_of(*shapes: dict[str, object]) -> list[PlannedTrial]:
     """Trials of one epoch with these keys; ``name`` is the row's label."""

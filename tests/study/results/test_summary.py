@@ -13,6 +13,8 @@ from study.ledger.state import fold
 from study.results.summary import judge, summarise
 from tests.study.conftest import made_up_events
 
+pytestmark = pytest.mark.unit
+
 Tiny = Callable[..., StudyConfig]
 PUBLISHED = {
     "float32": 2.14,

@@ -23,6 +23,8 @@ from tests.study.claims.test_verdicts import FIVE
 from tests.study.conftest import write_ledger
 from tests.study.search.conftest import Make, Pretend
 
+pytestmark = pytest.mark.unit
+
 FIRST, SECOND = (20, 20, 26, 30, 30), (25, 25, 27, 23, 26)
 """Wrong answers of 300 by seed; both sums are 126 of 1,500."""
 SPACE = "space: {optimizer.lr: {loguniform: [0.01, 1.0]}}\nsearch: {num_samples: 3}\n"

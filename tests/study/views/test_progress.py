@@ -15,6 +15,8 @@ from study.text import duration, percent
 from study.views.progress import Clock, LiveView, PlainView, describe, render
 from tests.study.conftest import made_up_events
 
+pytestmark = pytest.mark.unit
+
 Tiny = Callable[..., StudyConfig]
 
 

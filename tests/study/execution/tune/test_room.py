@@ -8,6 +8,8 @@ from study.execution.tune.hosts import NodeRoom
 from study.execution.tune.room import Room
 from trainers.workers.resources import WorkerResources
 
+pytestmark = pytest.mark.unit
+
 NODES = [
     NodeRoom(node="a", host="one", cpus=4.0, gpus=1.0),
     NodeRoom(node="b", host="two", cpus=2.0, gpus=0.0),
