@@ -141,7 +141,7 @@ def _no_process(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("a test of the unit tier starts a process; remove pytest.mark.unit")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("subprocess.Popen", "os.fork", "multiprocessing.Process.start"):
+        for name in ("subprocess.Popen.__init__", "os.fork", "multiprocessing.Process.start"):
             patch.setattr(name, refuse)
         yield
 

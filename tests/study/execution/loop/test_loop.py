@@ -17,7 +17,7 @@ from study.execution.control import GRACE_SECONDS, Wish, ask
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, PLANNED, RUNNING, STOPPED
 from tests.study.conftest import TINY
-from tests.study.scripted import Course, ScriptedEngine
+from tests.study.execution.loop.scripted import Course, ScriptedEngine
 from trainers.workers.messages import LEFT, OUT_OF_MEMORY, REFUSED
 
 pytestmark = pytest.mark.unit
