@@ -117,30 +117,12 @@ def test_the_page_of_rules_has_all_of_them_and_pairs_what_is_right_alone() -> No
 CLAIM = re.compile(r"(?m)^\| (\w+): .*? \| (holds|fails|undecided) \|")
 
 
-@pytest.mark.parametrize("form", ["full", "small"])
-def test_a_page_of_claims_counts_its_verdicts(form: str) -> None:
-    """Its parts are written at different times, and the page of all studies repeats the counts."""
-    studies = ROOT / "docs" / "studies"
-    page = (studies / form / "claims.md").read_text()
+def test_the_page_of_claims_counts_its_verdicts() -> None:
+    """Its parts are written at different times."""
+    page = (ROOT / "docs" / "studies" / "full" / "claims.md").read_text()
     found = [verdict for _, verdict in CLAIM.findall(page)]
     holds, fails, undecided = map(found.count, ("holds", "fails", "undecided"))
     assert f"**{len(found)} claims: {holds} hold, {fails} fail, {undecided} undecided.**" in page
-    if form == "small":
-        index = " ".join((studies / "index.md").read_text().split())
-        assert f"{len(found)} claims: {holds} hold, {fails} fail, {undecided} are" in index
-        assert holds + fails >= undecided  # half are decided
-
-
-def test_no_small_form_contradicts_its_full_one() -> None:
-    verdicts: dict[tuple[str, str], set[str]] = {}
-    for form in ("full", "small"):
-        page = (ROOT / "docs" / "studies" / form / "claims.md").read_text()
-        for part in page.split("\n## ")[1:]:
-            study = part.splitlines()[0].removesuffix("-small")
-            for name, verdict in CLAIM.findall(part):
-                verdicts.setdefault((study, name), set()).add(verdict)
-    assert len(verdicts) > 80
-    assert [claim for claim, both in verdicts.items() if {"holds", "fails"} <= both] == []
 
 
 PROSE = 100

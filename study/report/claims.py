@@ -10,7 +10,8 @@ from study.claims.record import SAME
 from study.config.claims import BOUNDS
 from study.text import NAME, one_line
 
-HEADINGS = ("claim", "verdict", "ours (95 %)", "published", "runs", "source", "remark")
+VERDICT = "verdict"
+HEADINGS = ("claim", VERDICT, "ours (95 %)", "published", "runs", "source", "remark")
 
 
 def claim_cells(claim: Mapping[str, Any]) -> list[str]:

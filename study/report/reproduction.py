@@ -22,8 +22,9 @@ from study.claims.stated import differences_of
 from study.claims.verdict import OUTCOMES
 from study.claims.verdicts import judge
 from study.config import StudyConfig
+from study.config.compose import SMALL
 from study.ledger.state import StudyState
-from study.report.claims import HEADINGS, claim_cells, markdown_table, markdown_text
+from study.report.claims import HEADINGS, VERDICT, claim_cells, markdown_table, markdown_text
 from study.report.figures.style import LIGHT, png
 from study.report.html import shown
 from study.report.pictures import caption, drawings
@@ -44,6 +45,10 @@ RULE = (
     " the page: if the true value is exactly at a bound, one claim in twenty is still decided. Each"
     " study's list gives its statement and the time of the statement."
 )
+RULE_OF_SMALL_FORMS = (
+    "Small forms test that the studies run. Their seeds and budgets are too few to judge claims,"
+    " so this page has figures and no verdicts."
+)
 SHOWN_FACTS = ("Statement", "Code", "Time", "Failures")
 WIDTH = 100
 """Maximum line length of the Markdown page's prose."""
@@ -59,6 +64,7 @@ class Reproduced:
         facts: statement, data, machine, time and command, by heading.
         picture: PNG; empty without a picture.
         alt: description of the picture.
+        small: whether it is the study's small form.
     """
 
     name: str
@@ -68,11 +74,21 @@ class Reproduced:
     facts: dict[str, str]
     picture: bytes
     alt: str
+    small: bool = False
+
+    @property
+    def headings(self) -> list[str]:
+        """Headings of the study's table of claims; small forms have no verdicts."""
+        return [name for name in HEADINGS if not (self.small and name == VERDICT)]
 
     @property
     def lines(self) -> list[list[str]]:
         """Cells of the study's table of claims, one line per claim."""
-        return [claim_cells(claim) for claim in self.claims]
+        return [
+            [cell for name, cell in zip(HEADINGS, claim_cells(claim), strict=True)
+             if name in self.headings]
+            for claim in self.claims
+        ]  # fmt: skip
 
     @property
     def encoded(self) -> str:
@@ -106,6 +122,7 @@ def reproduced(
         name=state.config.name, slug=state.config.slug, question=state.config.question,
         claims=record(state, summary, judge(state, folder, run_checks=run_checks))["claims"],
         facts=_facts(state, summary, command, file), picture=picture, alt=alt,
+        small=state.config.name.endswith(SMALL),
     )  # fmt: skip
 
 
@@ -121,18 +138,18 @@ def write_page(studies: Sequence[Reproduced], folder: Path) -> Path:
         finalize=shown,
     )  # fmt: skip
     page = environment.get_template("claims.html.j2").render(
-        studies=studies, headings=HEADINGS, answer=_answer(studies), rule=RULE
+        studies=studies, answer=_answer(studies), rule=_rule(studies)
     )
     write_whole(folder / f"{PAGE}.html", page.encode())
     return folder / f"{PAGE}.md"
 
 
 def _markdown(studies: Sequence[Reproduced]) -> str:
-    lines = ["# Claims", "", f"**{_answer(studies)}**", "", fill(RULE, WIDTH), ""]
+    lines = ["# Claims", "", f"**{_answer(studies)}**", "", fill(_rule(studies), WIDTH), ""]
     for study in studies:
         question = fill(markdown_text(study.question), WIDTH)
         lines += [f"## {markdown_text(study.name)}", "", question, ""]
-        lines += [*markdown_table(HEADINGS, study.lines), ""]
+        lines += [*markdown_table(study.headings, study.lines), ""]
         picture = _fill_words(f"![{study.alt}]({study.slug}.png)")
         lines += [picture, ""] if study.picture else []
         facts = (
@@ -150,7 +167,13 @@ def _fill_words(text: str, indent: str = "") -> str:
     )
 
 
+def _rule(studies: Sequence[Reproduced]) -> str:
+    return RULE_OF_SMALL_FORMS if any(study.small for study in studies) else RULE
+
+
 def _answer(studies: Sequence[Reproduced]) -> str:
+    if any(study.small for study in studies):
+        return f"{counted(len(studies), 'small form')}: figures without verdicts."
     found = Counter(claim["outcome"] for study in studies for claim in study.claims)
     verbs = {name: name.removesuffix("s") for name in OUTCOMES}  # one holds, two hold
     listed = ", ".join(

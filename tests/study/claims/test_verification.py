@@ -73,14 +73,16 @@ def command(reproduced: Path, *words: str) -> int:
     return main([*words, "--storage", str(reproduced / "studies")])
 
 
-def test_the_page_has_claims_verdicts_and_where_they_are_from(reproduced: Path) -> None:
+def test_the_page_of_small_forms_has_figures_and_no_verdicts(reproduced: Path) -> None:
     folder = reproduced / "studies" / "claims"
     page = (folder / "claims.md").read_text()
     claims = study_of(reproduced).claims.to_dict("index")
     assert claims["trains"]["outcome"] in ("holds", "undecided")
     assert claims["perfect"]["outcome"] in ("fails", "undecided")
     for name, claim in claims.items():
-        assert f"| {name}: {claim['claim']} | {claim['outcome']} | {claim['shown']} |" in page
+        assert f"| {name}: {claim['claim']} | {claim['shown']} |" in page
+    assert "**1 small form: figures without verdicts.**" in page
+    assert "| claim | ours (95 %) |" in page
     for said in ("Stated before the first trial", "Command: lns-study run mine.yaml --small"):
         assert said in page
     assert "![" in page
@@ -125,7 +127,10 @@ def test_other_studies_that_ran_in_this_form_keep_their_parts(
     assert "- Command: lns-study run mine --small" in page.read_text()
     assert (storage / "claims" / "mine-small.png").exists()
     assert main(words) == 0
-    assert re.findall("^## (.*)$", page.read_text(), re.MULTILINE) == ["zebra"]
+    text = page.read_text()
+    assert re.findall("^## (.*)$", text, re.MULTILINE) == ["zebra"]
+    assert "| claim | verdict | ours (95 %) |" in text
+    assert re.search(r"\*\*\d claims: .*\.\*\*", text)
 
 
 def test_what_has_finished_is_not_run_again(
