@@ -64,6 +64,13 @@ class LoopContext:
         resume: last checkpoint of an earlier attempt, see :func:`get_checkpoint`.
         rank, world_size: rank and number of the trial's workers. With several workers,
             torch.distributed's default group exists.
+
+    Example::
+
+        def train(context):  # a loop may take the context, or the keys of trainable.args
+            optimizer = torch.optim.SGD(net.parameters(), lr=context.config["lr"])
+            for epoch in range(context.trial.epochs):
+                context.report({"validation/error": train_an_epoch(net, optimizer)})
     """
 
     config: dict[str, Any]
@@ -103,6 +110,14 @@ def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | str | None = 
     Raises:
         ValueError: no trial is running in this process, a metric is missing or not a finite number,
             or the checkpoint cannot be stored.
+
+    Example::
+
+        def train(lr):
+            net = make_net()
+            while True:  # report ends the loop
+                error = train_an_epoch(net, lr)
+                report({"validation/error": error}, checkpoint=net.state_dict())
     """
     _current("report").report(metrics, checkpoint=checkpoint)
 
@@ -116,6 +131,11 @@ def get_checkpoint() -> Checkpoint | None:
 
     Raises:
         ValueError: no trial is running in this process.
+
+    Example::
+
+        if (checkpoint := get_checkpoint()) is not None:
+            net.load_state_dict(checkpoint)
     """
     return _current("get_checkpoint").resume
 

@@ -85,6 +85,12 @@ class AmendmentConfig:
         date: day of the change, YYYY-MM-DD.
         change: one sentence that describes the change.
         reason: one sentence that gives the reason.
+
+    Example::
+
+        >>> amended = AmendmentConfig(
+        ...     date="2026-11-30", change="Five seeds, not three.", reason="Three decided nothing."
+        ... )
     """
 
     date: str = ""
@@ -132,6 +138,15 @@ class ClaimConfig:
         at_most: upper bound on the interval that ``check`` returns.
         at_least: lower bound on the interval that ``check`` returns.
         within: lower and upper bound, ``[LOW, HIGH]``.
+
+    Example::
+
+        >>> claim = ClaimConfig(
+        ...     name="kahan_helps",
+        ...     claim="Kahan summation lowers the error by a point.",
+        ...     source="the talk, 3.62 and 2.29 %",
+        ...     difference={"rows": ["lns everywhere", "lns everywhere + kahan"], "at_least": 1.0},
+        ... )
     """
 
     name: str = ""

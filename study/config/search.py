@@ -93,6 +93,10 @@ class SearchConfig:
             has ended; 0 for none. They race: after each seed, configurations significantly worse
             than the leader drop out (:mod:`study.search.racing`).
         confirm_seeds: seeds of these confirmation runs, in order; must differ from the study's.
+
+    Example::
+
+        >>> search = SearchConfig(algorithm="tpe", num_samples=32, scheduler="asha")
     """
 
     algorithm: str = "random"

@@ -59,6 +59,10 @@ class RowConfig:
             least this much; percentage points for errors.
         comparable: values that the row's trials must have for its figures to be comparable with the
             published ones, in addition to the study's ``comparable``.
+
+    Example::
+
+        >>> row = RowConfig(label="12 bits", overrides={"precision.format": "lns12"})
     """
 
     label: str = ""
@@ -90,6 +94,10 @@ class LimitsConfig:
         joules: GPU energy of all trials, scaled by each trial's GPU share (``trial.gpus``); needs
             ``trial.telemetry=true``.
         failures: number of failed trials.
+
+    Example::
+
+        >>> one_night = LimitsConfig(hours=8, failures=5)
     """
 
     trials: int | None = None
@@ -170,6 +178,18 @@ class StudyConfig:
             killed and it is restarted as after a crash. Must be longer than the longest epoch and
             the starts of the trials that share a process. None waits forever, and reports silent
             trials (:mod:`study.execution.silence`).
+
+    Example::
+
+        >>> config = StudyConfig(
+        ...     name="two formats",
+        ...     trial=TrialConfig(epochs=4),
+        ...     rows=[
+        ...         RowConfig(label="float32"),
+        ...         RowConfig(label="lns12", overrides={"precision.format": "lns12"}),
+        ...     ],
+        ...     seeds=[0, 1, 2],
+        ... )  # study.run(config) trains it
     """
 
     name: str = "study"

@@ -57,6 +57,14 @@ class Suggestion:
         number: number of its configuration in the row; None if nothing is searched.
         params: sampled values by dotted key.
         config: its complete config.
+
+    Example::
+
+        >>> import tempfile, study
+        >>> mine = study.create("quickstart", data="digits", storage=tempfile.mkdtemp())
+        Data: scikit-learn's handwritten digits (1,797 images of 8 x 8)
+        >>> mine.ask().config.precision.format
+        'float32'
     """
 
     trial: str

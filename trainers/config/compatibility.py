@@ -467,6 +467,13 @@ class TrialConfig(TrialKeys):
 
     Raises:
         ValueError: keys contradict each other; the message has the reason and advice.
+
+    Example::
+
+        >>> from trainers.config import PrecisionConfig
+        >>> trial = TrialConfig(epochs=4, precision=PrecisionConfig(format="lns12"))
+        >>> TrialConfig.from_dict(trial.to_dict()) == trial
+        True
     """
 
     def __post_init__(self) -> None:

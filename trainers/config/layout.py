@@ -51,6 +51,10 @@ class Layout:
             pairs, as a balanced tree (:mod:`trainers.sync.pairwise`), instead of one after the
             other. The bits of the sum then only depend on the number of parts, not on ``dp`` and
             ``pp``.
+
+    Example::
+
+        >>> pipeline = Layout(pp=2, micro_batches=4, schedule="1f1b")
     """
 
     dp: int | None = None

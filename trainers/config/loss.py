@@ -38,6 +38,10 @@ class LossConfig:
             ``softmax: lns`` of cross_entropy computes its gradient in LNS, with the same bits on
             every CPU and GPU.
         code: sha256 of the factory's file, filled in when a study is planned.
+
+    Example::
+
+        >>> smooth = LossConfig(name="cross_entropy", args={"label_smoothing": 0.1})
     """
 
     name: str = "cross_entropy"
@@ -92,6 +96,10 @@ class MetricConfig:
             ``torchmetrics.Metric``, for example ``torchmetrics:R2Score``.
         args: arguments of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
+
+    Example::
+
+        >>> r2 = MetricConfig(name="torchmetrics:R2Score")
     """
 
     name: str

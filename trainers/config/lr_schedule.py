@@ -38,6 +38,10 @@ class LRSchedule:
         power: exponent of polynomial decay; 1 is linear.
         end: share of the full rate at which the decay ends.
         reference_batch: batch size for which ``optimizer.lr`` was chosen; None for the trial's.
+
+    Example::
+
+        >>> nanogpt = LRSchedule(decay="cosine", warmup_epochs=0.5, end=0.1)
     """
 
     decay: str = "constant"

@@ -21,6 +21,10 @@ class MemoryConfig:
             root of the number of layers.
         offload_optimizer: whether the optimizer state of a GPU trial is kept on the CPU and the
             update is computed there (:mod:`trainers.optim.offload`).
+
+    Example::
+
+        >>> recompute = MemoryConfig(activation_checkpoints=True)
     """
 
     activation_checkpoints: bool = False

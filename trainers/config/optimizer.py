@@ -66,6 +66,10 @@ class OptimizerConfig:
         amsgrad: whether adam and adamw divide by the largest root so far.
         trust_coefficient: trust coefficient of lars. lars and lamb update biases and other vectors
             without trust ratio and without decay.
+
+    Example::
+
+        >>> decayed = OptimizerConfig(name="adamw", lr=0.001, weight_decay=0.1)
     """
 
     name: str = "sgd"

@@ -55,6 +55,11 @@ class PrecisionConfig:
         loss_scale: power of two by which gradients are multiplied in backward, so that fewer
             underflow in a narrow format; the parameters' gradients are divided by it again
             (:class:`lns_ops.LossScale`). Ignored for float32; None for 1.
+
+    Example::
+
+        >>> everywhere = PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True)
+        >>> small_float = PrecisionConfig(format="float(4,3)")
     """
 
     format: str = "float32"

@@ -47,6 +47,10 @@ class SyncConfig:
             number of updates between the replica's pull and push, at least 1; for asynchronous
             without a bound or with a bound above 0.
         straggler_seconds: seconds that the last replica sleeps in every step, to study stragglers.
+
+    Example::
+
+        >>> rare = SyncConfig(name="local_sgd", period=8)
     """
 
     name: str = "synchronous"

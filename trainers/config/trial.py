@@ -70,6 +70,10 @@ class DataConfig:
         num_workers: number of processes that load the examples of a factory's ``Dataset`` when they
             are needed, as in torch's ``DataLoader``; None to load all examples at the start and
             keep them in memory.
+
+    Example::
+
+        >>> part_of_mnist = DataConfig(name="mnist", train_size=10_000)
     """
 
     name: str = "mnist"
@@ -131,6 +135,10 @@ class ModelConfig:
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].
+
+    Example::
+
+        >>> net = ModelConfig(name="mlp", hidden=[512, 256])
     """
 
     name: str = "mlp"
@@ -252,6 +260,10 @@ class TrainableConfig:
             (:mod:`trainers.user_loop`); empty for the built-in loop.
         args: arguments of the function.
         code: sha256 of the function's file, filled in when a study is planned.
+
+    Example::
+
+        >>> loop = TrainableConfig(name="loop.py:train", args={"depth": 3})
     """
 
     name: str = ""
@@ -277,6 +289,10 @@ class ProfileConfig:
         steps: the first step and the one after the last, counted from 0 over the whole trial; empty
             for none.
         ranks: ranks of the workers that record; empty for all.
+
+    Example::
+
+        >>> ten_steps = ProfileConfig(steps=[10, 20])
     """
 
     steps: list[int] = field(default_factory=list)

@@ -35,6 +35,10 @@ class WireConfig:
             sends all gradients at once after backward.
         overlap: whether buckets are sent while backward runs; False sends them after backward, for
             comparison.
+
+    Example::
+
+        >>> compressed = WireConfig(name="powersgd", rank=4)
     """
 
     name: str = "native"

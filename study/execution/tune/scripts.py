@@ -221,6 +221,11 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
 
     Raises:
         UserError: another process writes the study, or its ledger is damaged.
+
+    Example::
+
+        mine = study.create("mine.yaml")
+        run_config = tune.RunConfig(callbacks=[study.LedgerCallback(mine)])
     """
 
     def __init__(self, study: Any) -> None:
