@@ -381,9 +381,9 @@ def test_a_damaged_checkpoint_is_passed_over(
         file.write_bytes(file.read_bytes() + b"x")
     outcome, view = run(study)
     assert results(outcome.state) == results(undisturbed[1].state)
-    (said,) = [event for event in view.events if event["event"] == "damaged"]
-    assert said["trial"] == trial.id
-    assert "digest" in said["error"]
+    # The other trial may have been killed while it wrote a checkpoint.
+    told = [event for event in view.events if event["event"] == "damaged"]
+    assert ["digest" in event["error"] for event in told if event["trial"] == trial.id] == [True]
     assert not [event for event in view.events if event["event"] == "restarted"]
 
 
