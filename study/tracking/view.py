@@ -89,13 +89,24 @@ def view_state(plan: Planned) -> dict[str, Any]:
         "isAccordionReordered": True,
         "useGroupedValuesInCharts": True,
         "hideEmptyCharts": True,
-        "groupBy": None,
+        "groupBy": _grouped(study),
         "groupsExpanded": {},
         "globalLineChartConfig": {
             "xAxisKey": "step",
             "lineSmoothness": 0,
             "selectedXAxisMetricKey": "",
         },
+    }
+
+
+def _grouped(study: StudyConfig) -> dict[str, Any] | None:
+    """Return MLflow's grouping of the runs by row, which shows the mean over seeds; None for one
+    row, one seed, or a search, whose configurations must not be averaged."""
+    if study.space or min(len(study.rows), len(study.seeds)) < 2:
+        return None
+    return {
+        "aggregateFunction": "average",
+        "groupByKeys": [{"mode": "tag", "groupByData": "row"}],
     }
 
 
