@@ -390,7 +390,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 def test_what_cannot_work_fails_at_once_with_its_message(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of a cluster that lack the data get no trial at all (``tests/study/execution/tune``)."""
+    """A node of a cluster that lacks the data gets no trial (``tests/study/execution/tune``)."""
     monkeypatch.setattr("study.api.preflight", lambda plan, *_: (plan, []))
     rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
     outcome, view = run(tiny("refused", f"rows={rows}", "baseline=null"))
