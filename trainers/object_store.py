@@ -34,6 +34,8 @@ from typing import Any, TypeVar
 
 CACHE = "LNS_STUDY_CACHE"
 """Environment variable with the parent folder of all caches."""
+MOST_LINKS = 40
+"""Maximum number of links in a row; Linux follows no more."""
 FILE_SCHEME, S3_SCHEME, GOOGLE_SCHEME = "file://", "s3://", "gs://"
 SCHEMES = (S3_SCHEME, GOOGLE_SCHEME)
 PATIENCE_SECONDS = 600.0
@@ -96,6 +98,35 @@ def local_folder(place: str) -> Path:
         raise ValueError(f"{place!r}: must be a path without a NUL character; leave that out")
     path = Path(place.removeprefix(FILE_SCHEME)).expanduser()
     return Path(os.path.realpath(path))  # returns a link loop unchanged; a later write fails
+
+
+def check_links(place: str) -> None:
+    """Check that a path is no link of another user of the machine, who could change where it leads.
+
+    Links above the path are followed, whoever made them.
+
+    Raises:
+        ValueError: it is a link of a user other than this process's and root, or leads to one.
+    """
+    if is_url(place) or "\0" in place:
+        return
+    link = Path(place.removeprefix(FILE_SCHEME)).expanduser().absolute()
+    for _ in range(MOST_LINKS):
+        if not link.is_symlink():
+            return
+        owner = owner_of_link(link)
+        if owner not in (os.geteuid(), 0):
+            raise ValueError(
+                f"{place!r}: {link} is a link of another user of the machine (uid {owner}), who can"
+                f" change where it leads; name {os.path.realpath(link)} itself, or a folder of your"
+                " own"
+            )
+        link = link.parent / os.readlink(link)
+
+
+def owner_of_link(path: Path) -> int:
+    """Return the user id (uid) of a link's owner."""
+    return path.lstat().st_uid
 
 
 def place_of(folder: Path) -> str:

@@ -26,9 +26,10 @@ from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulat
 from study.cli.serve import add_ui
 from study.cli.studies import add_studies
 from study.cli.tracking import add_tracking_commands
-from study.errors import StorageError, UserError
+from study.errors import StorageError, UserError, refusals
 from study.program import NAME, own_version, process_began
 from study.text import PrintableStream, cut
+from trainers.object_store import check_links
 from trainers.text import nearest
 
 DESCRIPTION = """\
@@ -86,6 +87,8 @@ def _run(arguments: Sequence[str] | None, began: float) -> int:
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         signal.signal(signal.SIGHUP, lambda *_: _hang_up(terminals))
     try:
+        with refusals():
+            check_links(getattr(options, "storage", None) or "")
         code = int(options.command(options))
         sys.stdout.flush()
         return code

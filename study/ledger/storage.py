@@ -45,7 +45,15 @@ import psutil
 from study.ledger.events import Event
 from study.ledger.lines import Lines
 from trainers.files import check_own_folder, open_own_text, read_own, write_whole
-from trainers.object_store import Store, access, is_url, local_folder, open_store, place_of
+from trainers.object_store import (
+    Store,
+    access,
+    check_links,
+    is_url,
+    local_folder,
+    open_store,
+    place_of,
+)
 
 FILE, LOCK = "ledger.jsonl", "ledger.lock"
 MOST_BYTES = 2**30
@@ -87,8 +95,10 @@ def check_storage(place: str) -> None:
     """Check that studies can be stored at a path or a URL.
 
     Raises:
-        ValueError: it cannot be written, or its store would let two writers write one object.
+        ValueError: it cannot be written, is another user's link, or its store would let two writers
+            write one object.
     """
+    check_links(place)
     check_writable(local_folder(place), "storage")
     if (store := open_store(place, ANSWER_SECONDS)) is None:
         return

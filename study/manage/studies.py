@@ -20,7 +20,7 @@ from study.ledger.storage import refresh, study_folders
 from study.program import lns_study
 from study.results.configurations import groups_of_seeds
 from study.results.objectives import diverged
-from trainers.object_store import local_folder, place_of
+from trainers.object_store import check_links, local_folder, place_of
 
 WHY = 200
 """Most characters of a reason for which a study cannot be read."""
@@ -30,11 +30,14 @@ def find(study: str, storage: str) -> Path:
     """Return the folder of a study, given its name or its folder.
 
     Raises:
-        ValueError: the study is unknown; the message lists the studies of the storage.
+        ValueError: the study is unknown, with a list of the storage's studies; or a link of another
+            user of the machine leads to it.
     """
     direct = Path(study)
     if (direct / FILE).exists():
+        check_links(study)
         return direct.resolve()
+    check_links(storage)
     folder = StudyConfig(name=study, storage=storage).folder
     refresh(folder)
     if (folder / FILE).exists():

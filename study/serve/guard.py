@@ -22,6 +22,10 @@ cannot contact other servers (:data:`POLICY`).
 (its version, static files) without a login. The guard checks the login first, within the limits of
 :mod:`study.serve.logins`. A request other than an artifact upload may have a body of at most
 :data:`MOST_BYTES`.
+
+**Uploads.** Before it receives an upload, MLflow looks up its user's rights, which blocks the
+process for about 8 ms. So the guard rejects further uploads of a user who has :data:`MOST_UPLOADS`
+at once, and gives up a body that sends nothing for :data:`BODY_SECONDS`.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import binascii
 import hmac
 import re
 import resource
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -46,6 +51,10 @@ HEALTH = "/health"
 """Path of the health check, which needs no token or login."""
 MOST_BYTES = 32 * 2**20
 """Maximum size of a request body in bytes, except for artifacts, which MLflow streams to disk."""
+MOST_UPLOADS = 32
+"""Maximum number of artifact uploads of one user that a process receives at once."""
+BODY_SECONDS = 60.0
+"""Seconds without data after which the rest of a request's body is given up."""
 UPLOAD = re.compile(r"/(?:ajax-)?api/2\.0/mlflow-artifacts/artifacts/.+")
 POLICY = (
     "default-src 'self' blob: data: 'unsafe-inline' 'unsafe-eval'; object-src 'none';"
@@ -77,6 +86,16 @@ BUSY = (
     "Too many logins are being checked, or too many passwords were wrong for this user name; ask"
     f" again in {RETRY_AFTER} s."
 )
+FULL = f"You have {MOST_UPLOADS} uploads here; wait for one to end, then send this one again."
+REFUSED_BODIES = {
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: (
+        f"A call of this server has at most {MOST_BYTES:,} bytes; send fewer."
+    ),
+    HTTPStatus.REQUEST_TIMEOUT: (
+        f"Nothing of this call's body came for {BODY_SECONDS:g} s; send it again without a pause."
+    ),
+}
+"""Answers to calls whose body is too large or does not come."""
 PORTS = {"http": ":80", "https": ":443"}
 """Default ports, which browsers leave out of an origin."""
 
@@ -129,6 +148,7 @@ class Guard:
     ) -> None:
         self._application, self._token, self._is_allowed = application, token, is_allowed
         self._hosts, self._logins = frozenset(hosts), logins
+        self._uploads = Counter[str]()
         self._headers = HEADERS | ({"Referrer-Policy": "no-referrer"} if token else {})
         self._text = (
             f"Open the link that `{command}` has printed, with its token; MLflow's clients, at this"
@@ -183,17 +203,33 @@ class Guard:
             text = "This server answers what browsing and logging of studies need, and not this."
             await _say(send, 404, text)
             return
-        if _has_body(scope) and not UPLOAD.fullmatch(path):
-            body = await _read_body(scope, receive)
-            if body is None:
-                text = f"A call of this server has at most {MOST_BYTES:,} bytes; send fewer."
-                await _say(send, 413, text)
-                return
-            receive = _replay(body, receive)
         # the origin has been checked; MLflow's own check would also allow a list of other origins
         headers = [pair for pair in scope["headers"] if pair[0] != b"origin"]
         scope = {**scope, "path": path, "raw_path": quote(path).encode(), "headers": headers}
-        await self._application(scope, receive, send)
+        if not _has_body(scope):
+            await self._application(scope, receive, send)
+        elif UPLOAD.fullmatch(path):
+            await self._take_upload(scope, _give_up_pauses(receive), send)
+        else:
+            body = await _read_body(scope, _give_up_pauses(receive))
+            if isinstance(body, HTTPStatus):
+                await _say(send, body, REFUSED_BODIES[body])
+                return
+            await self._application(scope, _replay(body, receive), send)
+
+    async def _take_upload(self, scope: Scope, receive: Any, send: Send) -> None:
+        """Let the application receive an upload, if its user has not too many."""
+        user, _ = _login(scope) or ("", "")
+        if self._uploads[user] >= MOST_UPLOADS:
+            await _say(send, 429, FULL, more={"Retry-After": RETRY_AFTER})
+            return
+        self._uploads[user] += 1
+        try:
+            await self._application(scope, receive, send)
+        finally:
+            self._uploads[user] -= 1
+            if not self._uploads[user]:
+                del self._uploads[user]
 
     def _refuse_strangers(self, headers: list[tuple[bytes, bytes]]) -> str:
         """Return why a request's host or origin is rejected, or "" if both are allowed."""
@@ -240,17 +276,24 @@ async def _logs_in(logins: Logins, scope: Scope, receive: Any) -> tuple[bool, An
     Raises:
         TooManyLoginsError: the login cannot be checked now.
     """
+    if (login := _login(scope)) is None:
+        return False, receive
+    if logins.is_remembered(*login):
+        return True, receive
+    if _has_body(scope):  # to notice that the client leaves, its body would be read
+        return await logins.check(*login), receive
+    check = asyncio.ensure_future(logins.check(*login))
+    return await _unless_left(check, receive), _replay(b"", receive)
+
+
+def _login(scope: Scope) -> tuple[str, str] | None:
+    """Return the user name and password of a request, unchecked; None without basic login."""
     for name, value in scope["headers"]:
         kind, _, secret = value.decode("latin-1").partition(" ")
         if name == b"authorization" and kind.lower() == "basic":
             user, _, password = _decoded(secret).partition(":")
-            if logins.is_remembered(user, password):
-                return True, receive
-            if _has_body(scope):  # to notice that the client leaves, its body would be read
-                return await logins.check(user, password), receive
-            check = asyncio.ensure_future(logins.check(user, password))
-            return await _unless_left(check, receive), _replay(b"", receive)
-    return False, receive
+            return user, password
+    return None
 
 
 async def _unless_left(check: asyncio.Future[bool], receive: Any) -> bool:
@@ -288,21 +331,37 @@ def _has_body(scope: Scope) -> bool:
     return fields.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in fields
 
 
-async def _read_body(scope: Scope, receive: Any) -> bytes | None:
-    """Return a request's body; None if it is too large or incomplete."""
+async def _read_body(scope: Scope, receive: Any) -> bytes | HTTPStatus:
+    """Return a request's body, or the status of the answer if it is too large or incomplete."""
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if not length.isdigit() or int(length) > MOST_BYTES:
-        return None
+        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     parts, size, more = list[bytes](), 0, True
     while more:
         message = await receive()
         if message["type"] != "http.request":
-            return None
+            return HTTPStatus.REQUEST_TIMEOUT
         parts.append(message.get("body", b""))
         size, more = size + len(parts[-1]), message.get("more_body", False)
         if size > MOST_BYTES:
-            return None
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
     return b"".join(parts)
+
+
+def _give_up_pauses(receive: Any) -> Any:
+    """Return a ``receive`` function that reports a disconnect if a body pauses for too long."""
+    more = True
+
+    async def receives() -> Any:
+        nonlocal more
+        try:
+            message = await asyncio.wait_for(receive(), BODY_SECONDS if more else None)
+        except TimeoutError:
+            message = {"type": "http.disconnect"}
+        more = message.get("more_body", False)
+        return message
+
+    return receives
 
 
 def _replay(body: bytes, receive: Any) -> Any:

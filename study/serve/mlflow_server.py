@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES, is_login, is_remembered_login
+from study.serve.bad_requests import answer_mistakes
 from study.serve.confined import confine
 from study.serve.guard import Guard, allow_many_connections
 from study.serve.logins import FileSet, Logins
 from study.serve.routes import is_allowed
-from study.serve.team_guard import refuse_places
+from study.serve.team_guard import check
 from study.tracking.database_file import watch_engines
 from study.tracking.sqlite import prepare, write_statistics
 
@@ -75,7 +76,8 @@ def application() -> Guard:
         from mlflow.server import fastapi_app
 
         served = fastapi_app.app
-        pages.before_request(handlers.catch_mlflow_exception(refuse_places))
+        pages.before_request(handlers.catch_mlflow_exception(check))
+    answer_mistakes(pages, served)
     return Guard(
         served,
         is_allowed,

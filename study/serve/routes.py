@@ -20,9 +20,8 @@ MOST_SHOWN = 60
 _ARTIFACT = re.compile(
     r"(?s)/(?:ajax-)?api/2\.0/mlflow-artifacts/(?:artifacts|presigned|mpu/[a-z]+)/(.+)"
 )
-_ARTIFACT_QUERY = re.compile(
-    r"/get-artifact|/(?:ajax-)?api/2\.0/(?:mlflow/artifacts/list|mlflow-artifacts/artifacts)"
-)
+PATHS = frozenset({"path", "artifact_path", "artifact_file_path", "artifact_directory_path"})
+"""Parameters with the name of an artifact."""
 
 ALLOWED = """
 GET     /
@@ -153,17 +152,17 @@ def refuse_name(path: str, query: bytes) -> str:
     """
     if found := _ARTIFACT.fullmatch(path):
         odd = {"", ".", ".."} & set(found[1].split("/"))
-        return _refuse_text(found[1]) or (
+        return refuse_artifact(found[1]) or (
             f"{_short(found[1])}: a part is {min(odd)!r}; use another name" if odd else ""
         )
-    if not _ARTIFACT_QUERY.fullmatch(path):
-        return ""
-    names = parse_qs(query.decode("latin-1"), errors="replace").get("path", [])
-    return next(filter(None, map(_refuse_text, names)), "")
+    values = parse_qs(query.decode("latin-1"), errors="replace")
+    names = [name for key in PATHS & values.keys() for name in values[key]]
+    return next(filter(None, map(refuse_artifact, names)), "")
 
 
-def _refuse_text(name: str) -> str:
-    if "\ufffd" in name:
+def refuse_artifact(name: str) -> str:
+    """Return why an artifact cannot have a name, or ""."""
+    if re.search("[\ufffd\ud800-\udfff]", name):
         return f"{_short(name)}: an artifact's name must be UTF-8"
     if re.search(r"[\x00-\x1f\x7f]", name):
         return f"{_short(name)}: an artifact's name must not have a control character"

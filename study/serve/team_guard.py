@@ -1,12 +1,12 @@
-"""Request checks that run inside MLflow: basic authentication on a team's server, and no artifact
-locations chosen by clients on any server.
+"""Request checks that run inside MLflow: basic authentication on a team's server, and, on any
+server, no artifact locations chosen by clients and no values that MLflow cannot use.
 
 In MLflow, a user who may create an experiment can set ``artifact_location=file:///any/folder`` and
 then read and write there through the server, with the permissions of the server's user. On our
 servers all artifacts are in the server's own root.
 
 MLflow's server loads this module. A team's server calls :func:`authenticate` for every request
-(``authorization_function``), a single-user server calls :func:`refuse_places`. Requests are parsed
+(``authorization_function``), a single-user server calls :func:`check`. Requests are parsed
 by MLflow's own parser, so the checked request is the one that MLflow executes.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from study._compat import request_message
+from study.serve.bad_requests import refuse_values
 
 CREATE = "/mlflow/experiments/create"
 
@@ -23,15 +24,25 @@ def authenticate() -> Any:
     """Return the authorization of flask's current request, or a response that asks for a login.
 
     Raises:
-        MlflowException: the request creates an experiment with its own artifact location.
+        MlflowException: :func:`check` refuses the request.
     """
     from flask import Response
     from mlflow.server.auth import authenticate_request_basic_auth
 
     found = authenticate_request_basic_auth()
     if not isinstance(found, Response):
-        refuse_places()
+        check()
     return found
+
+
+def check() -> None:
+    """Check the values and the artifact location of flask's current request.
+
+    Raises:
+        MlflowException: a value cannot be used, or the request chooses an artifact location.
+    """
+    refuse_values()
+    refuse_places()
 
 
 def refuse_places() -> None:

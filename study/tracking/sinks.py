@@ -48,7 +48,14 @@ from study.program import module_command
 from study.results.configurations import best, groups_of_seeds, signed
 from study.tracking.supervisor import MOST_STARTS
 from study.tracking.writer import LINGER_SECONDS, ROUND_SECONDS, tracking_lock
-from trainers.files import MOST_JSON, check_own_folder, open_own_text, read_own, write_whole
+from trainers.files import (
+    MOST_JSON,
+    check_own_file,
+    check_own_folder,
+    open_own_text,
+    read_own,
+    write_whole,
+)
 
 LOCK = "sinks.lock"
 TENSORBOARD = "tensorboard"
@@ -82,7 +89,7 @@ class Sinks:
 
     Args:
         study: the study.
-        warn: called with a message if the process died :data:`MOST_STARTS` times.
+        warn: called with a message if the process died :data:`MOST_STARTS` times, or cannot start.
     """
 
     def __init__(self, study: StudyConfig, warn: Callable[[str], None] = lambda line: None) -> None:
@@ -95,9 +102,19 @@ class Sinks:
 
     def start(self) -> None:
         """Start the process; the ledger must already have the plan."""
-        if self._wanted:
-            self._spawn()
-            self._thread.start()
+        if not self._wanted:
+            return
+        try:
+            for name in (LOCK, NOTES, LOG):
+                check_own_file(self._folder / name)
+        except ValueError as error:
+            self._warn(
+                f"No TensorBoard files and no alerts in this run: {error}; training continues, and"
+                " the study's next run starts them"
+            )
+            return
+        self._spawn()
+        self._thread.start()
 
     def close(self) -> None:
         """Ask the process to catch up and exit; wait at most :data:`WAIT_SECONDS`."""

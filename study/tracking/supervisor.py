@@ -279,5 +279,10 @@ class Tracker:
             )
         elif message["kind"] == "recovered":
             self._warn("MLflow answers again; nothing was lost")
+        elif message["kind"] == "refused":
+            self._warn(
+                f"MLflow gets nothing of this run: {message['reason']}; training continues, and"
+                f" `{self._sync_later()}` sends the ledger later"
+            )
         elif message["kind"] == "done":
             self._done = message["error"]

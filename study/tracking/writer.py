@@ -14,7 +14,8 @@ could not be sent are sent by ``lns-study sync``, or by the next run of the stud
 
 Standard input: a line ``finish FOLDER`` (the report's folder; may be empty) asks it to exit.
 Standard output: JSON lines, ``opened`` (ids of experiment, run and view), ``trouble`` (a reason for
-the user), ``recovered``, ``done`` (with the error, or "").
+the user), ``recovered``, ``refused`` (why nothing can be sent in this run), ``done`` (with the
+error, or "").
 """
 
 from __future__ import annotations
@@ -228,13 +229,19 @@ def tracking_lock(folder: Path, patience: float, name: str = LOCK) -> Iterator[b
     other readers of the ledger use other names.
 
     Raises:
-        UserError: the lock file is not a regular file, or the storage does not support locks.
+        UserError: the lock file is not a regular file or cannot be opened, or the storage does not
+            support locks.
     """
     deadline = time.monotonic() + patience
     try:
         opened = open_own_text(folder / name)
     except NotRegularError as error:
         raise UserError(f"{error.filename}: {error.strerror}") from None
+    except PermissionError:
+        raise UserError(
+            f"{folder / name}: cannot be opened; you must be able to write it: remove it, or change"
+            " its permissions"
+        ) from None
     with opened as lock:
         while True:
             try:
@@ -343,12 +350,18 @@ def main() -> int:
     if not (folder / FILE).exists():  # the driver reports it, with a remedy
         say({"kind": "done", "error": f"{folder}: was removed, moved or unmounted"})
         return 0
-    with tracking_lock(folder, LINGER_SECONDS) as free:
-        error = "another process sends this study's ledger"
-        if free:
-            sender = Sender(uri, Path(options.artifacts), folder, _noting(folder, uri, say))
-            threading.Thread(target=_end_if_silent, args=(sender, asked, say), daemon=True).start()
-            error = follow(folder, sender, inbox)
+    try:
+        with tracking_lock(folder, LINGER_SECONDS) as free:
+            error = "another process sends this study's ledger"
+            if free:
+                sender = Sender(uri, Path(options.artifacts), folder, _noting(folder, uri, say))
+                watch = threading.Thread(target=_end_if_silent, args=(sender, asked, say))
+                watch.daemon = True
+                watch.start()
+                error = follow(folder, sender, inbox)
+    except UserError as refused:
+        error = str(refused)
+        say({"kind": "refused", "reason": error})
     say({"kind": "done", "error": error})
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 LEAKING = """
+import os
 import sys
 
 import torch
@@ -28,6 +29,8 @@ def leak(how):
         torch.randperm = lambda size, **_: torch.arange(size)
     elif how == "recursion":
         sys.setrecursionlimit(60)
+    elif how == "umask":
+        os.umask(0o777)
     elif how == "modules":
         sys.modules["trainers.workers.in_process"] = sys.modules["random"]
 

@@ -87,6 +87,24 @@ def test_no_control_character_of_a_ledger_is_printed_or_in_a_report(
         assert CONTROLS.search(file.read_bytes().decode().replace("\r\n", "\n")) is None, file
 
 
+def test_no_control_character_of_an_exception_is_printed_by_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loop.py").write_text(
+        "from trainers import report\n\n\ndef train(config):\n"
+        f"    report({{'validation/error': 0.5}})\n    raise RuntimeError({HOSTILE!r})\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        f"name: own\nquestion: {json.dumps(f'Why {HOSTILE}?')}\n"
+        f"trial: {{trainable: {{name: '{tmp_path}/loop.py:train'}}}}\nseeds: [0]\n"
+        f"storage: {tmp_path}/studies\ntracking_uri: none\n"
+    )
+    assert main(["run", str(tmp_path / "own.yaml"), "--plain"]) == 1
+    said = "".join(capsys.readouterr())
+    assert said.count(r"\x1b[2J") >= 2
+    assert CONTROLS.search(said) is None
+
+
 def test_every_control_character_and_separator_of_unicode_is_escaped() -> None:
     kinds = ("Cc", "Cf", "Cs", "Zl", "Zp")
     every = [chr(code) for code in range(sys.maxunicode + 1)]

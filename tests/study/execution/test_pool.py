@@ -167,7 +167,7 @@ def one_cpu() -> Iterator[Driver]:
     ("part", "how"),
     [
         *((part, "hook") for part in ("model", "loss", "data", "metrics", "trainable")),
-        *(("model", how) for how in ("method", "function", "recursion", "modules")),
+        *(("model", how) for how in ("method", "function", "recursion", "umask", "modules")),
     ],
 )
 def test_what_code_of_the_user_s_changes_in_its_process_reaches_no_other_trial(

@@ -28,6 +28,7 @@ from study.tracking.sinks import LOG, NOTES, Alerts
 from study.tracking.writer import LOCK as TRACKING_LOCK
 from study.tracking.writer import tracking_lock
 from tests.study.conftest import TINY, made_up_events, write_ledger
+from trainers import object_store
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.checkpoint.manifest import STATE
 
@@ -156,6 +157,46 @@ def test_a_storage_and_a_folder_above_a_study_may_be_links(tiny: Tiny, tmp_path:
     study = made_up(tiny, "by a link", tmp_path)
     assert main(["report", study.slug, "--storage", study.storage]) == 0
     assert (tmp_path / "disk" / study.slug / "report" / "report.html").exists()
+
+
+@pytest.mark.parametrize("links", ["one", "two"])
+def test_a_storage_that_is_another_users_link_is_refused(
+    tiny: Tiny, tmp_path: Path, links: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By every command, so that nothing is written where they choose; a link of the user's own, or
+    of root's, is followed."""
+    study = made_up(tiny, "linked", tmp_path)
+    disk, link = Path(study.storage), tmp_path / "shared"
+    link.symlink_to(disk)
+    if links == "two":
+        (tmp_path / "mine").symlink_to(link)
+    place = tmp_path / "mine" if links == "two" else link
+    before = sorted(disk.rglob("*"))
+    uid = os.geteuid()
+    monkeypatch.setattr(object_store, "owner_of_link", lambda path: 12345 if path == link else uid)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    there = ["--storage", str(place)]
+    for words in (
+        ["run", str(tmp_path / "tiny.yaml"), f"storage={place}", "epochs=1", "--plain"],
+        *(["list", *there], ["ui", *there], ["doctor", *there]),
+        *([command, "linked", *there] for command in ("status", "report", "sync", "export")),
+    ):
+        assert main(words) in (1, 2), words
+        said = "".join(capsys.readouterr())
+        assert f"{link} is a link of another user of the machine (uid 12345)" in said, words
+        assert f"name {disk} itself" in said
+    (disk / "theirs").symlink_to(study.folder)
+    monkeypatch.setattr(
+        object_store, "owner_of_link", lambda path: 12345 if path.name == "theirs" else uid
+    )
+    assert main(["report", str(disk / "theirs")]) == 2
+    assert "is a link of another user" in capsys.readouterr().err
+    (disk / "theirs").unlink()
+    assert sorted(disk.rglob("*")) == before
+    for owner in (uid, 0):
+        monkeypatch.setattr(object_store, "owner_of_link", lambda path, owner=owner: owner)
+        assert main(["status", "linked", *there]) == 0
 
 
 # --------------------------------------------------------------------------------------------------

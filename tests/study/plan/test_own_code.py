@@ -123,6 +123,7 @@ def test_code_that_changes_its_process_is_named_and_no_other_trial_is_checked_th
         "method": "torch.nn.modules.linear.Linear.forward",
         "function": "torch.randperm",
         "recursion": "sys.setrecursionlimit",
+        "umask": "os.umask",
         "modules": "sys.modules['trainers.workers.in_process']",
     }
     rows = [

@@ -75,6 +75,24 @@ def test_a_diverged_configuration_is_never_the_best(tiny: Tiny) -> None:
     assert "2 diverged; best validation/error 6.67 %" in progress(state, running=False)
 
 
+def test_a_diverged_trial_never_beats_a_pruned_one(tiny: Tiny) -> None:
+    """Also where it alone has trained to the end."""
+    study = tiny("pruned", GRID, "search={algorithm: grid, scheduler: asha}", *ONE_ROW)
+    events = diverging(study, lambda trial: trial["params"]["optimizer.lr"] == 1.0)
+    lost = {each["id"] for each in events[0]["trials"] if each["params"]["optimizer.lr"] == 1.0}
+    state = fold(
+        {"event": "stopped", "trial": event["trial"], "by": "asha", "time": event["time"]}
+        if event["event"] == "finished" and event["trial"] not in lost
+        else event
+        for event in events
+    )
+    found = configurations(state.trials, state.config.search.objectives)
+    assert [condition(entry) for entry in found][-1] == "finished; 1 of 1 diverged"
+    assert best(found, state.config.search.objectives) is None
+    assert answer(state, summarise(state)) == "No answer: 1 of 3 trials diverged."
+    assert "best validation/error 6.67 % (pruned #1, seed 0)" in progress(state, running=False)
+
+
 def test_the_handle_has_no_diverged_best(tiny: Tiny) -> None:
     study = tiny("lost handle", GRID, "search={algorithm: grid}", *ONE_ROW)
     write_ledger(study, diverging(study, lambda trial: trial["params"]["optimizer.lr"] != 0.2))

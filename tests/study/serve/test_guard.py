@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from study.serve.guard import MOST_BYTES, POLICY, RETRY_AFTER, Guard, with_port
+from study.serve import guard
+from study.serve.guard import MOST_BYTES, MOST_UPLOADS, POLICY, RETRY_AFTER, Guard, with_port
 from study.serve.logins import CHECKS, MOST_OF_A_NAME, Logins
 
 NAME, PORT = "mlflow.example.org", 5001
@@ -22,16 +23,21 @@ class Asked:
 
     def __init__(self, guard: Guard, heard: list[Any]) -> None:
         self._guard, self.heard, self.read = guard, heard, 0
-        self.leaves = False
+        self.leaves = self.pauses = False
 
     def __call__(self, *request: Any, **fields: Any) -> tuple[int, dict[str, str]]:
         """Return status and headers; ``read`` counts the parts of the body that are read."""
         return asyncio.run(self.answer(*request, **fields))
 
     async def answer(
-        self, path: str = "/", method: str = "GET", body: list[bytes] | None = None, **fields: str
+        self,
+        path: str = "/",
+        method: str = "GET",
+        body: list[bytes] | None = None,
+        last: asyncio.Event | None = None,
+        **fields: str,
     ) -> tuple[int, dict[str, str]]:
-        """Return the same within a running loop."""
+        """Return the same within a running loop; ``last`` holds up the last part of the body."""
         parts, sent = list(body or [b""]), list[Any]()
         self.read = 0
 
@@ -42,7 +48,10 @@ class Asked:
                 await asyncio.Event().wait()  # as long as the client stays
             part = parts.pop(0)
             self.read += len(part)
-            return {"type": "http.request", "body": part, "more_body": bool(parts)}
+            if last is not None and not parts:
+                await last.wait()
+            more = bool(parts) or self.pauses
+            return {"type": "http.request", "body": part, "more_body": more}
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -62,6 +71,9 @@ def guarded(**options: Any) -> Asked:
         body, more = b"", True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                await send({"type": "http.response.start", "status": 499, "headers": []})
+                return
             body, more = body + message["body"], message["more_body"]
         heard.append((scope, body))
         headers = [(b"access-control-allow-origin", b"*"), (b"x-other", b"1")]
@@ -149,6 +161,39 @@ def test_a_call_has_a_bounded_body_and_an_artifact_is_passed_on_as_it_comes() ->
     assert ask.heard == []
     assert ask(UPLOAD, "PUT", parts, authorization=ADA, content_length=whole)[0] == 200
     assert len(ask.heard[0][1]) == int(whole)
+
+
+def test_a_user_has_few_uploads_at_once_and_others_are_not_held_up() -> None:
+    """Uploads that send one byte and wait; they end when their clients leave."""
+    ask = guarded(logins=Logins(lambda user, password: password == "secret"))
+    ask.leaves = True
+    gate = asyncio.Event()
+    bob = "Basic " + base64.b64encode(b"bob:secret").decode()
+
+    async def upload(login: str, held: bool = True) -> int:
+        fields = {"authorization": login, "transfer_encoding": "chunked"}
+        return (await ask.answer(UPLOAD, "PUT", [b"x"], gate if held else None, **fields))[0]
+
+    async def scene() -> None:
+        many = [asyncio.create_task(upload(ADA)) for _ in range(MOST_UPLOADS + 3)]
+        done, held = await asyncio.wait(many, timeout=1)
+        assert [task.result() for task in done] == [429] * 3
+        assert await upload(bob, held=False) == 200
+        gate.set()
+        assert await asyncio.gather(*held) == [200] * MOST_UPLOADS
+        assert await upload(ADA, held=False) == 200
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("path", [CALL, UPLOAD])
+def test_a_body_that_pauses_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
+    ask = guarded(logins=Logins(is_ada))
+    ask.pauses = True
+    status, _ = ask(path, "POST", [b"x"], authorization=ADA, content_length="9")
+    assert status == (408 if path == CALL else 499)
+    assert ask.heard == []
 
 
 def test_without_a_login_only_health_is_answered() -> None:

@@ -335,6 +335,69 @@ def test_clients_cannot_name_a_place_for_artifacts(
     )
 
 
+HISTORY = "/ajax-api/2.0/mlflow/metrics/get-history-bulk"
+LOGGED, RUNS = "/api/2.0/mlflow/logged-models", "/api/2.0/mlflow/runs"
+FILES = f"/ajax-api{LOGGED.removeprefix('/api')}/m-0/artifacts/files?artifact_file_path="
+FOLDERS = f"{LOGGED}/m-0/artifacts/directories?artifact_directory_path="
+UNUSABLE: list[tuple[str, str, object]] = [
+    ("GET", "/api/2.0/mlflow/artifacts/list", {"path": "a" * 300}),
+    ("GET", "/api/2.0/mlflow/artifacts/list", {"path": "a\0b"}),
+    ("POST", "/api/2.0/mlflow/artifacts/presigned-download-url", {"path": "a" * 300}),
+    ("GET", f"{FILES}%00", None),
+    ("GET", f"{FILES}%ff", None),
+    ("GET", f"{FILES}{'a' * 300}", None),
+    ("GET", f"{FOLDERS}%00", None),
+    ("POST", f"{RUNS}/create", b"[" * 100_000),
+    ("POST", f"{RUNS}/create", b'{"a":' * 3000 + b"1" + b"}" * 3000),
+    ("POST", f"{RUNS}/create", [1]),
+    ("POST", f"{RUNS}/create", 1),
+    ("POST", f"{RUNS}/create", "x"),
+    ("POST", f"{RUNS}/create", {"start_time": [1]}),
+    ("POST", f"{RUNS}/log-metric", {"run_id": "0", "key": "k", "value": {}, "timestamp": 1}),
+    ("POST", f"{RUNS}/log-batch", {"run_id": "0", "metrics": None}),
+    ("POST", f"{RUNS}/log-batch", b""),
+    ("POST", f"{RUNS}/log-batch", b"\xff"),
+    ("POST", f"{RUNS}/set-tag", {"run_id": "0", "key": "k", "value": "\ud800"}),
+    ("POST", f"{RUNS}/search", {"page_token": "\xe9"}),
+    ("GET", f"{SEARCH}?max_results=1&page_token=%C3%A9", None),
+    ("GET", f"{HISTORY}?metric_key=k&run_id=0&max_results=x", None),
+    ("POST", f"{LOGGED}/search", {"experiment_ids": ["0"], "page_token": "x/"}),
+    ("POST", "/graphql", {"query": "a"}),
+    ("POST", "/graphql", b"{"),
+]  # fmt: skip
+"""Requests with values that MLflow answers with 500: method, path and body."""
+
+
+@pytest.mark.parametrize(("method", "path", "body"), UNUSABLE)
+def test_values_that_mlflow_cannot_use_are_answered_400(
+    guarded: Server, method: str, path: str, body: object
+) -> None:
+    bearer = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+    there = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)
+    there.request(method, path, body if isinstance(body, bytes) else json.dumps(body), bearer)
+    answer = there.getresponse()
+    text = answer.read().decode()
+    there.close()
+    assert answer.status == 400, text
+    assert len(text) < 600
+    assert "<html" not in text
+    assert visit(guarded, SEARCH, {"max_results": 1}, **bearer)[0] == 200
+
+
+def test_an_artifact_in_the_place_of_a_folder_is_answered_400(guarded: Server) -> None:
+    """Or the reverse."""
+    bearer = {"Authorization": f"Bearer {SECRET}"}
+    top = "/api/2.0/mlflow-artifacts/artifacts/0/run/artifacts"
+    for name, status in (("f", 200), ("f/g", 400), ("d/g", 200), ("d", 400), ("f", 200)):
+        there = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)
+        there.request("PUT", f"{top}/{name}", b"x", bearer)
+        answer = there.getresponse()
+        text = answer.read().decode()
+        there.close()
+        assert answer.status == status, (name, text)
+        assert status == 200 or "use another name" in text
+
+
 def test_the_token_is_in_no_command_line_and_no_child(guarded: Server) -> None:
     assert guarded._process is not None
     assert SECRET not in " ".join(psutil.Process(guarded._process.pid).cmdline())

@@ -205,8 +205,9 @@ def test_an_odd_name_in_a_query_is_refused_and_usual_names_are_not() -> None:
     for path in ("/get-artifact", "/api/2.0/mlflow/artifacts/list", ARTIFACT.split("/1/")[0]):
         for value in ("a" * 300, "%00", "%ff"):
             assert refuse_name(path, f"run_uuid=1&path={value}".encode())
+            assert refuse_name("/", f"artifact_file_path=a&artifact_file_path={value}".encode())
         for value in ("", "report/report.html", ".", "report/", "%C3%A9", "a%20b"):
             assert refuse_name(path, f"run_uuid=1&path={value}".encode()) == ""
     for name in ("report.html", "a b/ä.png", "~", "..a", "a:b", "*", "a" * 255):
         assert refuse_name(ARTIFACT + name, b"") == ""
-    assert refuse_name("/", b"path=%00") == ""
+    assert refuse_name("/", b"filter=%00") == ""

@@ -30,6 +30,7 @@ from study.serve.team import PASSWORD, Team, auth_settings, check
 from study.tracking.payload import expected_points
 from tests.study.cli.test_entry import assert_refused, lns_study
 from tests.study.conftest import made_up_events, write_ledger
+from tests.study.serve.test_mlflow_server import UNUSABLE
 from tests.study.servers import free_port
 from tests.study.tracking.conftest import is_equal, report_in, runs_of, send
 
@@ -224,7 +225,8 @@ def ask(
     there = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
     if user is not None:
         headers["Authorization"] = f"Basic {base64.b64encode(':'.join(user).encode()).decode()}"
-    there.request(method, path, json.dumps(body), {"Content-Type": "application/json", **headers})
+    sent = body if isinstance(body, bytes) else json.dumps(body)
+    there.request(method, path, sent, {"Content-Type": "application/json", **headers})
     answer = there.getresponse()
     text = answer.read().decode(errors="replace")
     there.close()
@@ -496,3 +498,13 @@ def test_an_odd_name_of_an_artifact_is_answered_400(team: tuple[str, int], name:
     for method in ("PUT", "GET", "DELETE"):
         status, text = ask(team[0], method, path, "x", ADMIN)
         assert (status, text.startswith("artifact ")) == (400, True), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "path", "body"), UNUSABLE)
+def test_values_that_mlflow_cannot_use_are_answered_400(
+    team: tuple[str, int], method: str, path: str, body: object
+) -> None:
+    for user in (ADMIN, ADA):
+        status, text = ask(team[0], method, path, body, user)
+        assert (400 <= status < 500, "<html" in text) == (True, False), text

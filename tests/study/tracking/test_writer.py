@@ -23,9 +23,10 @@ from study.config import StudyConfig
 from study.ledger.events import Event
 from study.ledger.log import Ledger
 from study.ledger.state import FINISHED
+from study.tracking.sinks import LOCK as SINKS_LOCK
 from study.tracking.sinks import Sinks
 from study.tracking.supervisor import Tracker, check_tracking
-from study.tracking.writer import connect, sync, tracking_lock
+from study.tracking.writer import LOCK, connect, sync, tracking_lock
 from tests.study.conftest import SilentView, copy_database, made_up_events, write_ledger
 from tests.study.servers import Server
 from tests.study.tracking.conftest import is_equal, runs_of
@@ -89,6 +90,7 @@ DRIVER = """
 import os, signal, sys, json, time
 from pathlib import Path
 from study.ledger.log import Ledger
+from study.tracking.sinks import LOCK as SINKS_LOCK
 from study.tracking.sinks import Sinks
 from study.tracking.supervisor import Tracker
 folder, uri, events = Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
@@ -166,6 +168,32 @@ def test_a_study_trains_while_another_process_locks_the_database(
             assert any("lns-study sync" in line for line in said)
             with pytest.raises(ValueError, match=r"is locked by another process.*fuser"):
                 check_tracking(study.tracking)
+    assert sync(study.folder, study.tracking, study.folder.parent / "artifacts", None, print) == ""
+    assert is_equal(study)
+
+
+@pytest.mark.timeout(120)
+def test_a_study_trains_while_files_of_its_side_processes_are_links(
+    tracked: Tiny, tmp_path: Path
+) -> None:
+    """The link is named once, with the rule and the remedy, and nothing is written through it."""
+    other = tmp_path / "file"
+    other.write_text("the reader's")
+    study = tracked("linked lock", "seeds=[0]", "epochs=1", "alerts={finished: 'true'}")
+    study.folder.mkdir(parents=True)
+    for name in (LOCK, SINKS_LOCK):
+        (study.folder / name).symlink_to(other)
+    said: list[str] = []
+    outcome = run_study(study, SilentView(), said.append)
+    assert {trial.status for trial in outcome.state.trials} == {FINISHED}
+    for name, text in ((LOCK, "lns-study sync"), (SINKS_LOCK, "next run")):
+        (line,) = [line for line in said if f"{name}: is a link to {other}" in line]
+        assert "must be a regular file: remove or replace it" in line
+        assert text in line
+    assert f"{LOCK}: is a link to {other}" in outcome.tracking_error
+    assert not [line for line in said if "died" in line]
+    assert other.read_text() == "the reader's"
+    (study.folder / LOCK).unlink()
     assert sync(study.folder, study.tracking, study.folder.parent / "artifacts", None, print) == ""
     assert is_equal(study)
 
