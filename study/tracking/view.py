@@ -104,10 +104,7 @@ def _grouped(study: StudyConfig) -> dict[str, Any] | None:
     row, one seed, or a search, whose configurations must not be averaged."""
     if study.space or min(len(study.rows), len(study.seeds)) < 2:
         return None
-    return {
-        "aggregateFunction": "average",
-        "groupByKeys": [{"mode": "tag", "groupByData": "row"}],
-    }
+    return {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "row"}]}
 
 
 def varied_keys(plan: Planned) -> list[str]:
