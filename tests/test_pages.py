@@ -105,7 +105,7 @@ NOT_HERE = {
     "docs/tutorials/bring-your-own.md": {"lns-study data fetch": "downloads CIFAR-10"},
     "docs/tutorials/first-study.md": {
         "lns-study run table trial.epochs=3": "on MNIST, as the page's other commands on less",
-        "lns-study dashboard": "servers; tests/study/serve",
+        "lns-study report --serve": "servers; tests/study/serve",
     },
 }
 """Fences of pages, or of folders, that do not run here: their first words, and the reason."""
@@ -149,7 +149,7 @@ def with_budget(command: str, storage: Path) -> str:
         if script[1] == "quickstart":
             options += f" storage={shlex.quote(str(storage))}"
         return f"{ROOT}/scripts/{script[1]} {options} {command[script.end() :]}"
-    named = re.match(r"lns-study (?:run|plan|reproduce|simulate) ([^\s;]+)", command)
+    named = re.match(r"lns-study (?:run|plan|reproduce) (?!--)([^\s;]+)(?!.* --verify)", command)
     if named and not named[1].endswith((".yaml", ".py")):
         return f"{named[0]} {BUDGET} {MORE.get(named[1], '')} {command[named.end() :]}"
     return f"{named[0]} {FILES.get(named[1], '')} {command[named.end() :]}" if named else command

@@ -165,7 +165,7 @@ def _shared_metric(first: StudyState, second: StudyState) -> Metric:
     ours, theirs = first.config.primary_metric, second.config.primary_metric
     if ours != theirs:
         wanted = f"metric={ours.name}", f"mode={ours.mode}"
-        extend = lns_study("extend", second.config.slug, *wanted)
+        extend = lns_study("run", "--extend", second.config.slug, *wanted)
         raise ValueError(
             f"{first.config.name} and {second.config.name}: one is about {ours.name} ({ours.mode}),"
             f" the other about {theirs.name} ({theirs.mode}), which cannot be subtracted; give one"
