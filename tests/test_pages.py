@@ -98,7 +98,8 @@ NOT_HERE = {
     "docs/howto/gpus.md": {"lns-study run formats_by_layout": "eight GPUs"},
     "docs/howto/ray-tune.md": {"lns-study run mine.yaml": "a Ray cluster that runs"},
     "docs/howto/studies.md": {
-        "lns-study pause": "a study that runs; tests/study: execution/test_steering.py, manage"
+        "lns-study status table --json": "needs jq; tests/study/cli/test_json.py",
+        "lns-study pause": "a study that runs; tests/study: execution/test_steering.py, manage",
     },
     "docs/howto/team-mlflow.md": {"pip install": INSTALLS},
     "docs/howto/workers.md": {"lns-study run parallelism": "takes hours"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import sys
@@ -47,12 +48,14 @@ def add_commands(commands: Commands) -> None:
     listing.add_argument(
         "--plain", action="store_true", help="separate columns by tabs, without headings"
     )
+    add_json(listing)
     status = add_command(
         commands, "status", _status, "show a study's progress, also while it runs elsewhere"
     )
     status.add_argument(
         "--watch", action="store_true", help="print it again every two seconds, until Ctrl-C"
     )
+    add_json(status)
     _add_requests(commands)
     _add_results(commands)
     take = add_command(
@@ -71,6 +74,7 @@ def add_commands(commands: Commands) -> None:
 def _add_results(commands: Commands) -> None:
     show = add_command(commands, "show", _show, "show everything about one trial")
     show.add_argument("trial", metavar="TRIAL", help=TRIAL)
+    add_json(show)
     export = add_command(commands, "export", _export, "write trials, or their epochs, as a table")
     export.add_argument(
         "--format",
@@ -138,6 +142,20 @@ def add_storage(
     parser.add_argument("--storage", default=default, help=text)
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--json``."""
+    text = "print one JSON document instead (null for a number that is not finite)"
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def print_json(document: Any) -> int:
+    """Print a document of dicts, lists and scalars as JSON in ASCII; return exit code 0."""
+    from study.manage.documents import finite
+
+    print(json.dumps(finite(document), indent=1))
+    return 0
+
+
 def open_study(study: str, storage: str) -> tuple[Path, StudyState]:
     """Return a study's folder and state, given its name or its folder; warn of a damaged ledger.
 
@@ -156,11 +174,14 @@ def open_study(study: str, storage: str) -> tuple[Path, StudyState]:
 
 
 def _list(options: argparse.Namespace) -> int:
+    from study.manage.documents import entry_document
     from study.manage.studies import folders, overview
 
     if options.available:
-        return _available()
+        return _available(options)
     with refusals():
+        if options.json:
+            return print_json([entry_document(folder) for folder in folders(options.storage)])
         lines = [overview(folder) for folder in folders(options.storage)]
     if not lines:
         print(
@@ -183,11 +204,18 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _available() -> int:
+def _available(options: argparse.Namespace) -> int:
     from study.config.compose import questions
 
     with refusals():
         found = questions()
+    if options.json:
+        return print_json(
+            [
+                {"name": name, "question": question, "small": small}
+                for name, (question, small) in found.items()
+            ]
+        )
     width = min(shutil.get_terminal_size().columns, 100)
     for name, (question, small) in found.items():
         print(f"{name}  (--small)" if small else name)
@@ -198,11 +226,14 @@ def _available() -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
+    from study.manage.documents import study_document
     from study.views.console import PrintableConsole
 
     console = PrintableConsole()
     while True:
         folder, state = open_study(options.study, options.storage)
+        if options.json:
+            return print_json(study_document(folder, state))
         if options.watch and console.is_terminal:
             console.clear()
         _print_status(console, folder, state)
@@ -233,11 +264,14 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
+    from study.manage.documents import trial_document
     from study.manage.studies import find_trial
 
     folder, state = open_study(options.study, options.storage)
     with refusals():
         trial = find_trial(state, options.trial)
+    if options.json:
+        return print_json(trial_document(folder, trial))
     _print_trial(folder, trial, state.config.primary_metric)
     return 0
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from study.cli.manage import Commands, print_table
+from study.cli.manage import Commands, add_json, print_json, print_table
 from study.cli.run import add_study
 from study.cli.stored import add_modes, is_stored, load_config, stored_config
 from study.errors import UserError, refusals
@@ -17,6 +17,7 @@ from study.text import counted, duration
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
+    from study.execution.simulate import SimulatedRun
 
 SLOTS = (1, 10, 100, 1000)
 """Default numbers of slots that ``--slots`` simulates."""
@@ -52,22 +53,25 @@ def add_plan(commands: Commands) -> None:
         default=10.0,
         help="seconds per epoch if none was recorded, for --slots (default: 10)",
     )
+    add_json(plan)
     add_modes(plan, runs=False)
     plan.set_defaults(command=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
     from study.execution.preflight import check_here
-    from study.plan.estimate import describe_plan
+    from study.plan.estimate import describe_plan, plan_document
     from study.plan.plan import make_plan
 
     with refusals():
         stored = is_stored(options)
         study = stored_config(options) if stored else load_config(options, download=False)
         if options.slots is not None:
-            return _simulate(study, options.slots or SLOTS, options.seconds)
+            return _simulate(study, options.slots or SLOTS, options.seconds, options.json)
         plan, unchecked = check_here(make_plan(study, download=False))
     _say_damage(study, f"; until then `{lns_study('run')}` would refuse")
+    if options.json:
+        return print_json(plan_document(plan) | {"unchecked": unchecked})
     for line in describe_plan(plan):
         print(line)
     if unchecked:
@@ -82,7 +86,7 @@ SIMULATED = [
 """Column headings of the output of `plan --slots`."""
 
 
-def _simulate(study: StudyConfig, slots: Sequence[int], assumed: float) -> int:
+def _simulate(study: StudyConfig, slots: Sequence[int], assumed: float, as_json: bool) -> int:
     from study.execution.simulate import recorded_errors, recorded_seconds, simulate
     from study.ledger.log import readable_ledgers
     from study.ledger.state import fold
@@ -103,27 +107,29 @@ def _simulate(study: StudyConfig, slots: Sequence[int], assumed: float) -> int:
     _say_damage(study)
     seconds = recorded_seconds(plan, states, assumed)
     error = recorded_errors(states, next(iter(study.search.objectives)))
-    lines = []
-    for number in slots:
-        found = simulate(plan, number, seconds, error)
-        if found.unfit:
-            more = f"{counted(found.unfit, 'trial')} of more workers"
-            lines.append([str(number), more, *["-"] * (len(SIMULATED) - 2)])
-            continue
-        lines.append(
-            [
-                str(number),
-                duration(found.makespan),
-                f"{100 * (1 - found.idle):.0f} %",
-                str(found.early),
-                f"{found.epochs}",
-                f"{found.saved}",
-                f"{found.requests:.2g}",
-            ]
-        )
+    found = [simulate(plan, number, seconds, error) for number in slots]
+    if as_json:
+        return print_json([dataclasses.asdict(run) for run in found])
     print(f"{study.name}: {describe_size(plan, len(plan.trials))}")
-    print_table(SIMULATED, lines)
+    print_table(
+        SIMULATED, [_simulated(number, run) for number, run in zip(slots, found, strict=True)]
+    )
     return 0
+
+
+def _simulated(slots: int, run: SimulatedRun) -> list[str]:
+    if run.unfit:
+        more = f"{counted(run.unfit, 'trial')} of more workers"
+        return [str(slots), more, *["-"] * (len(SIMULATED) - 2)]
+    return [
+        str(slots),
+        duration(run.makespan),
+        f"{100 * (1 - run.idle):.0f} %",
+        str(run.early),
+        f"{run.epochs}",
+        f"{run.saved}",
+        f"{run.requests:.2g}",
+    ]
 
 
 def _say_damage(study: StudyConfig, consequence: str = "") -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from study.cli.manage import Commands, add_command, print_table
+from study.cli.manage import Commands, add_command, add_json, print_json, print_table
 from study.cli.run import print_outcome
 from study.errors import UserError, refusals
 from study.text import NAME, counted, one_line
@@ -43,6 +43,7 @@ def add_report(commands: Commands) -> None:
         help="run the claims' own functions (check), which the study's ledger names; only use it"
         " for studies whose code you trust (default: keep the last report's verdicts)",
     )
+    add_json(report)
     live = report.add_argument_group("a live page")
     live.add_argument(
         "--serve",
@@ -75,43 +76,51 @@ def add_compare(commands: Commands) -> None:
         metavar="FILE",
         help="file of the picture (default: compared-with-OTHER.png in STUDY's report)",
     )
+    add_json(compare)
 
 
 def _report(options: argparse.Namespace) -> int:
     from study.api import report_study
+    from study.claims.record import read_record
     from study.manage.studies import find
+    from study.report.exports import write_format
 
     if options.serve:
         return _serve(options)
     with refusals():
         folder = find(options.study, options.storage)
         if options.verify:
-            return _verify(folder, options.tracking_uri, options.run_checks)
+            return _verify(folder, options)
     outcome = report_study(
         folder,
         lambda line: print(line, file=sys.stderr),
         options.tracking_uri,
         run_checks=options.run_checks,
     )
+    written = write_format(outcome.state, outcome.report, options.format)
+    if options.json:
+        print_json(read_record(outcome.report) | {"mlflow_error": outcome.tracking_error})
+        return 1 if outcome.tracking_error else 0
     print_outcome(outcome, place_of(folder.parent))
     if options.format != "html":
-        from study.report.exports import write_format
-
-        print(f"{options.format}: {write_format(outcome.state, outcome.report, options.format)}")
+        print(f"{options.format}: {written}")
     return 1 if outcome.tracking_error else 0
 
 
-def _verify(folder: Path, tracking_uri: str | None, run_checks: bool) -> int:
+def _verify(folder: Path, options: argparse.Namespace) -> int:
     from study.manage.studies import read
     from study.report.verify import verify
 
-    differences = list(verify(folder, tracking_uri, run_checks=run_checks))
+    differences = list(verify(folder, options.tracking_uri, run_checks=options.run_checks))
+    if options.json:
+        print_json({"study": folder.name, "differences": differences})
+        return int(bool(differences))
     for line in differences:
         print(line)
     count = len(differences)
     verified = "every figure is as computed again" if not count else counted(count, "difference")
     own = [claim.name for claim in read(folder).config.claims if claim.check]
-    if own and not run_checks:
+    if own and not options.run_checks:
         verified += f"; without --run-checks not judged again: {', '.join(own)}"
     print(f"{folder.name}: {verified}")
     return int(bool(count))
@@ -135,7 +144,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from study.manage.studies import find, read
-    from study.report.compare import compare, draw, lines, verdict
+    from study.report.compare import compare, document, draw, lines, verdict
 
     with refusals():
         folder, other = (find(name, options.storage) for name in (options.study, options.other))
@@ -146,8 +155,9 @@ def _compare(options: argparse.Namespace) -> int:
             print(
                 f"lns-study: {one_line(state.config.name, NAME)}: {state.damage}", file=sys.stderr
             )
-    print_table(["row", "pairs", *found.names, "difference"], lines(found))
-    print(f"\n{one_line(verdict(found))}")
+    if not options.json:
+        print_table(["row", "pairs", *found.names, "difference"], lines(found))
+        print(f"\n{one_line(verdict(found))}")
     path = Path(options.output or folder / "report" / f"compared-with-{other.name}.png")
     with refusals():
         if not options.output:
@@ -162,5 +172,7 @@ def _compare(options: argparse.Namespace) -> int:
         raise UserError(
             f"--output {path}: cannot be written ({error.strerror}); choose another file"
         ) from None
+    if options.json:
+        return print_json(document(found) | {"picture": str(path)})
     print(f"Picture: {path}")
     return 0

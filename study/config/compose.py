@@ -429,8 +429,8 @@ def _find_group(group: str, file: str, study: Path) -> Path:
             return path
     options = group_options(group)
     raise ValueError(
-        f"{group}={file}: no such config; must be one of"
-        f" {', '.join(options) or '(none)'}{nearest(file, options)}; use one of those or write"
+        f"{group}={file}: no such config{nearest(file, options)}; must be one of"
+        f" {', '.join(options) or '(none)'}; use one of those or write"
         f" conf/{group}/{file or 'mine'}.yaml"
     )
 

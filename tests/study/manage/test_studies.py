@@ -169,6 +169,7 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     ("arguments", "said"),
     [
         (["status", "nowhere"], "no such study"),
+        (["status", "thre"], "study 'thre': no such study (did you mean 'there'?) in "),
         (["show", "there", "zzz"], "no trials match"),
         (["pause", "there"], "is not running; to continue it: lns-study run --resume there"),
         (["run", "--extend", "there"], "as it is: `lns-study run --resume there"),
