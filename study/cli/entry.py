@@ -47,7 +47,7 @@ each, and compare the test errors.
   lns-study ui               open the runs in MLflow's web interface
 """
 GROUPS = {
-    "Run": ("run", "plan", "launch", "import"),
+    "Run": ("init", "run", "plan", "launch", "import"),
     "Watch": ("list", "status"),
     "Change": ("pause", "stop"),
     "Results": ("report", "show", "export", "compare", "reproduce"),

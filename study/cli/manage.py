@@ -1,4 +1,4 @@
-"""Commands for existing studies: ``list status show export pause stop import``."""
+"""Commands for studies: ``init list status show export pause stop import``."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ Commands = Any  # argparse's subparsers; the class is generic only in type stubs
 
 def add_commands(commands: Commands) -> None:
     """Add the commands to argparse's subparsers."""
+    new = commands.add_parser(
+        "init",
+        help="write a study to start from: NAME.yaml with comments, and NAME.py with its data",
+        description="Write a study of your own data that runs as it stands: NAME.yaml and NAME.py.",
+    )
+    new.add_argument("file", metavar="NAME.yaml", type=Path, help="file to write; must not exist")
+    new.set_defaults(command=_init)
     listing = add_command(
         commands,
         "list",
@@ -171,6 +178,15 @@ def open_study(study: str, storage: str) -> tuple[Path, StudyState]:
     if state.damage:
         print(f"lns-study: {one_line(name, NAME)}: {state.damage}", file=sys.stderr)
     return folder, state
+
+
+def _init(options: argparse.Namespace) -> int:
+    from study.manage.new import write_study
+
+    with refusals():
+        study, code = write_study(options.file)
+    print(f"Written: {study} and {code}; run it with: {lns_study('run', str(study))}")
+    return 0
 
 
 def _list(options: argparse.Namespace) -> int:
