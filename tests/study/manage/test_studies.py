@@ -321,6 +321,29 @@ def test_a_study_of_a_cluster_goes_on_without_it(
     assert state.config.address is None
 
 
+@pytest.mark.parametrize(
+    ("mode", "ran", "code"),
+    [
+        ([], ["failed", "finished"], 1),
+        (["--resume"], ["failed", "finished"], 1),
+        (["--retry-failed"], ["finished", "planned"], 3),
+        (["--extend"], ["finished", "finished"], 0),
+    ],
+)
+def test_a_stored_study_runs_what_an_option_selects(
+    local: Tiny, capsys: pytest.CaptureFixture[str], mode: list[str], ran: list[str], code: int
+) -> None:
+    """One trial has failed, the other has not begun. ``run NAME`` finds no config of this name."""
+    study = local("selected", "trial.epochs=1")
+    events = made_up_events(study)[:1]
+    lost = events[0]["trials"][0]["id"]
+    events.append({"event": "failed", "time": 2.0, "trial": lost, "error": "boom"})
+    folder = write(study, events)
+    words = [*mode, "selected", *(["limits.hours=1"] if mode == ["--extend"] else [])]
+    assert main(["run", *words, "--plain", "--storage", study.storage]) == code, capsys.readouterr()
+    assert [trial.status for trial in fold(read_ledger(folder)).trials] == ran
+
+
 def test_wishes_of_an_earlier_run_are_forgotten_and_those_of_a_start_are_not(local: Tiny) -> None:
     study = local("wishes")
     study.folder.mkdir(parents=True)
