@@ -21,7 +21,7 @@ from tests.study.servers import free_port, postgres_programs
 
 SECONDS = 180
 """Maximum time for a command on a busy machine; alone it takes some seconds."""
-SERVERS = ("lns-study ui", "lns-study dashboard")
+SERVERS = ("lns-study ui", "lns-study report --serve")
 """Prefixes of commands that serve until Ctrl-C."""
 PASSWORD = "'correct horse battery staple'"
 

@@ -48,10 +48,12 @@ PARSERS = {
         "doctor",
         "launch",
         "manage",
+        "plan",
+        "report",
         "reproduce",
         "run",
         "serve",
-        "studies",
+        "stored",
         "tracking",
     )
 }

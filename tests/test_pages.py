@@ -47,7 +47,7 @@ RUNS = {
     "README.md": 2,
     "docs/tutorials/first-study.md": 7,
     "docs/tutorials/a-search.md": 6,
-    "docs/howto/studies.md": 13,
+    "docs/howto/studies.md": 15,
     "docs/howto/python.md": 7,
     "docs/howto/search.md": 4,
     "docs/howto/formats.md": 5,
@@ -98,14 +98,15 @@ NOT_HERE = {
     "docs/howto/gpus.md": {"lns-study run formats_by_layout": "eight GPUs"},
     "docs/howto/ray-tune.md": {"lns-study run mine.yaml": "a Ray cluster that runs"},
     "docs/howto/studies.md": {
-        "lns-study pause": "a study that runs; tests/study: execution/test_steering.py, manage"
+        "lns-study status table --json": "needs jq; tests/study/cli/test_json.py",
+        "lns-study pause": "a study that runs; tests/study: execution/test_steering.py, manage",
     },
     "docs/howto/team-mlflow.md": {"pip install": INSTALLS},
     "docs/howto/workers.md": {"lns-study run parallelism": "takes hours"},
     "docs/tutorials/bring-your-own.md": {"lns-study data fetch": "downloads CIFAR-10"},
     "docs/tutorials/first-study.md": {
         "lns-study run table trial.epochs=3": "on MNIST, as the page's other commands on less",
-        "lns-study dashboard": "servers; tests/study/serve",
+        "lns-study report --serve": "servers; tests/study/serve",
     },
 }
 """Fences of pages, or of folders, that do not run here: their first words, and the reason."""
@@ -149,7 +150,7 @@ def with_budget(command: str, storage: Path) -> str:
         if script[1] == "quickstart":
             options += f" storage={shlex.quote(str(storage))}"
         return f"{ROOT}/scripts/{script[1]} {options} {command[script.end() :]}"
-    named = re.match(r"lns-study (?:run|plan|reproduce|simulate) ([^\s;]+)", command)
+    named = re.match(r"lns-study (?:run|plan|reproduce) (?!--)([^\s;]+)(?!.* --verify)", command)
     if named and not named[1].endswith((".yaml", ".py")):
         return f"{named[0]} {BUDGET} {MORE.get(named[1], '')} {command[named.end() :]}"
     return f"{named[0]} {FILES.get(named[1], '')} {command[named.end() :]}" if named else command

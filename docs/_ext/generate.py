@@ -26,7 +26,7 @@ import number_formats
 import python_names
 import rules
 
-from study.cli.entry import build_parser
+from study.cli.entry import GROUPS, build_parser
 from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.study import RowConfig, StudyConfig
 from trainers.config.data import DATA
@@ -36,6 +36,8 @@ from trainers.config.validation import show
 
 Field = dataclasses.Field[Any]
 ROWS = "rows[]"
+PARTS = ("mlflow sync", "mlflow verify")
+"""Commands of two words that the page of commands describes."""
 
 
 def attributes(config: type) -> dict[str, str]:
@@ -146,10 +148,9 @@ def help_of(*words: str) -> str:
 
 def commands() -> str:
     """Return the page of commands."""
-    top = help_of()
-    names = re.findall(r"^    ([a-z]+)\b", top, re.MULTILINE)
-    parts = [f"## {name}\n```text\n{help_of(name)}\n```" for name in names]
-    return "\n\n".join([f"# Commands\n```text\n{top}\n```", *parts]) + "\n"
+    names = [name for group in GROUPS.values() for name in group]
+    parts = [f"## {name}\n```text\n{help_of(*name.split())}\n```" for name in [*names, *PARTS]]
+    return "\n\n".join([f"# Commands\n```text\n{help_of()}\n```", *parts]) + "\n"
 
 
 PAGES = {

@@ -21,13 +21,13 @@ from study.cli.data import add_data
 from study.cli.doctor import add_doctor
 from study.cli.launch import add_launch
 from study.cli.manage import Commands, add_commands
+from study.cli.plan import add_plan
+from study.cli.report import add_compare, add_report
 from study.cli.reproduce import add_reproduce
-from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
-from study.cli.serve import add_ui
-from study.cli.studies import add_studies
-from study.cli.tracking import add_tracking_commands
+from study.cli.run import EXIT_CODES, add_run
+from study.cli.tracking import add_mlflow
 from study.errors import StorageError, UserError, refusals
-from study.program import NAME, own_version, process_began
+from study.program import NAME, lns_study, own_version, process_began
 from study.text import PrintableStream, cut
 from trainers.object_store import check_links
 from trainers.text import nearest
@@ -48,14 +48,28 @@ each, and compare the test errors.
   lns-study ui               open the runs in MLflow's web interface
 """
 GROUPS = {
-    "Run": ("studies", "run", "plan", "launch", "resume", "retry", "extend", "import", "simulate"),
-    "Watch": ("list", "status", "dashboard"),
-    "Change": ("pause", "stop", "cancel", "edit"),
-    "Results": ("report", "show", "export", "compare", "reproduce", "rerun"),
-    "MLflow": ("ui", "sync", "reconcile"),
+    "Run": ("init", "run", "plan", "launch", "import"),
+    "Watch": ("list", "status"),
+    "Change": ("pause", "stop"),
+    "Results": ("report", "show", "export", "compare", "reproduce"),
+    "MLflow": ("ui", "mlflow"),
     "Data and repair": ("data", "doctor"),
 }
 """The commands in the order of ``--help``."""
+OLD = {
+    "cancel": "stop --now",
+    "dashboard": "report --serve",
+    "edit": "run --extend",
+    "extend": "run --extend",
+    "reconcile": "mlflow verify",
+    "rerun": "run",
+    "resume": "run --resume",
+    "retry": "run --retry-failed",
+    "simulate": "plan",
+    "studies": "list --available",
+    "sync": "mlflow sync",
+}
+"""Earlier names of commands: each prints its new command (:func:`renamed`) and exits with 2."""
 WIDTH, COLUMN = 79, 13
 """Width of the list of commands, and of the column of their names."""
 
@@ -145,20 +159,15 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
     parser.add_argument("--version", action="version", version=f"{NAME} {own_version()}")
     commands = _Described(
-        parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
+        parser.add_subparsers(
+            required=True, prog="lns-study", metavar="COMMAND", help=argparse.SUPPRESS
+        )
     )
-    add_studies(commands)
-    add_run(commands)
-    add_plan(commands)
-    add_launch(commands)
-    add_report(commands)
-    add_reproduce(commands)
-    add_ui(commands)
-    add_commands(commands, run_config)
-    add_tracking_commands(commands)
-    add_doctor(commands)
-    add_data(commands)
-    add_simulate(commands)
+    for add in (
+        *(add_run, add_plan, add_launch, add_commands, add_report, add_compare, add_reproduce),
+        *(add_mlflow, add_doctor, add_data),
+    ):
+        add(commands)
     parser.description = f"{DESCRIPTION}\n{_listed(commands.texts)}"
     return parser, commands.texts
 
@@ -202,6 +211,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
+    if words[0] in OLD:
+        print(f"{words[0]} is now: {renamed(words[0], words[1:])}", file=sys.stderr)
+        raise SystemExit(2)
     if wrong := _unknown_command(words[0], commands):
         parser.error(wrong)
     options, rest = parser.parse_known_args(words)
@@ -214,6 +226,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def renamed(old: str, words: Sequence[str]) -> str:
+    """Return the new command line for one with a name of :data:`OLD`."""
+    new, words = OLD[old].split(), list(words)
+    if old == "reconcile":
+        new += [] if "--check" in words else ["--repair"]
+        words = [word for word in words if word != "--check"]
+    elif old == "simulate" and not any(word.startswith("--slots") for word in words):
+        words.append("--slots")
+    elif old == "rerun":  # STUDY TRIAL
+        starts = [word[:1] for word in ["", *words]]
+        names = [at for at in range(len(words)) if "-" not in starts[at : at + 2]]
+        at = names[1] if len(names) > 1 else len(words)
+        words.insert(at, "--verify")
+    return lns_study(*new, *words)
 
 
 def _unknown_command(word: str, commands: Iterable[str]) -> str:

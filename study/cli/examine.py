@@ -133,7 +133,7 @@ def repair_study(
         say(f"Lost: {line}")
     again = "repeat the command that ran the study; its finished epochs are kept"
     if done.planned:
-        again = lns_study("resume", folder.name, storage=storage)
+        again = lns_study("run", "--resume", folder.name, storage=storage)
     say(f"To continue: {again}")
     return not done.lost
 

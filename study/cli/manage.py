@@ -1,13 +1,14 @@
-"""Commands for existing studies: ``list status show export resume extend retry pause stop cancel
-edit import rerun``."""
+"""Commands for studies: ``init list status show export pause stop import``."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
+import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,31 +20,68 @@ from study.text import CELL, NAME, counted, duration, one_line, when
 from trainers.object_store import local_folder, place_of
 
 if TYPE_CHECKING:
-    from study.config import Metric, StudyConfig
+    from study.config import Metric
     from study.ledger.state import StudyState, TrialState
 
 
 TRIAL = "the trial's id, or its beginning; `lns-study status STUDY` lists them"
-PLACE = ("address", "insecure", "cpus", "max_concurrent", "tracking_uri")
-"""Keys that determine where a study runs, without any effect on its results."""
+INDENT = "    "
 Commands = Any  # argparse's subparsers; the class is generic only in type stubs
-Run = Callable[["StudyConfig", bool, str, float], int]
 
 
-def add_commands(commands: Commands, run: Run) -> None:
-    """Add the commands; ``run`` runs all or some trials of a config and returns the exit code."""
-    listing = add_command(commands, "list", _list, "list the studies of a storage", study=False)
+def add_commands(commands: Commands) -> None:
+    """Add the commands to argparse's subparsers."""
+    new = commands.add_parser(
+        "init",
+        help="write a study to start from: NAME.yaml with comments, and NAME.py with its data",
+        description="Write a study of your own data that runs as it stands: NAME.yaml and NAME.py.",
+    )
+    new.add_argument("file", metavar="NAME.yaml", type=Path, help="file to write; must not exist")
+    new.set_defaults(command=_init)
+    listing = add_command(
+        commands,
+        "list",
+        _list,
+        "list the studies of a storage; `list --available` lists those that `run NAME` knows, with"
+        " their questions",
+        study=False,
+    )
+    listing.add_argument(
+        "--available",
+        action="store_true",
+        help="list the studies of ./conf/study and of this package instead; those with (--small)"
+        " have a small form, which runs in minutes on two cores",
+    )
     listing.add_argument(
         "--plain", action="store_true", help="separate columns by tabs, without headings"
     )
+    add_json(listing)
     status = add_command(
         commands, "status", _status, "show a study's progress, also while it runs elsewhere"
     )
     status.add_argument(
         "--watch", action="store_true", help="print it again every two seconds, until Ctrl-C"
     )
+    add_json(status)
+    _add_requests(commands)
+    _add_results(commands)
+    take = add_command(
+        commands,
+        "import",
+        _import,
+        "take finished trials from another study instead of running them",
+    )
+    take.add_argument(
+        "source",
+        metavar="FROM",
+        help="the other study: its name in the same storage, or its folder",
+    )
+
+
+def _add_results(commands: Commands) -> None:
     show = add_command(commands, "show", _show, "show everything about one trial")
     show.add_argument("trial", metavar="TRIAL", help=TRIAL)
+    add_json(show)
     export = add_command(commands, "export", _export, "write trials, or their epochs, as a table")
     export.add_argument(
         "--format",
@@ -60,72 +98,26 @@ def add_commands(commands: Commands, run: Run) -> None:
     export.add_argument(
         "--epochs", action="store_true", help="one row per epoch instead of one per trial"
     )
-    _add_runs(commands, run)
-    _add_wishes(commands)
-    take = add_command(
+
+
+def _add_requests(commands: Commands) -> None:
+    stop = add_command(
         commands,
-        "import",
-        _import,
-        "take finished trials from another study instead of running them",
+        "stop",
+        lambda options: _ask("cancel" if options.now else "stop", options),
+        "end a running study after its running trials; `stop --now` after their current epoch",
     )
-    take.add_argument(
-        "source",
-        metavar="FROM",
-        help="the other study: its name in the same storage, or its folder",
+    stop.add_argument(
+        "--now",
+        action="store_true",
+        help="end the trials too: each writes a checkpoint after the current epoch, if that takes"
+        " no longer than 20 s, and resumes from it when the study is run again",
     )
-    rerun = add_command(
+    add_command(
         commands,
-        "rerun",
-        _rerun,
-        "train a trial again and compare whether every figure is bit-equal",
-    )
-    rerun.add_argument("trial", metavar="TRIAL", help=TRIAL)
-
-
-def _add_runs(commands: Commands, run: Run) -> None:
-    def command(name: str, text: str, only: str) -> argparse.ArgumentParser:
-        parser = add_command(commands, name, lambda options: _again(options, run, only), text)
-        parser.add_argument(
-            "--plain", action="store_true", help="one line per epoch instead of a live table"
-        )
-        return parser
-
-    resume = "continue a paused or interrupted study"
-    retry = "run only the failed trials of a study again"
-    for parser in (command("resume", resume, "unfinished"), command("retry", retry, "failed")):
-        parser.add_argument(
-            "overrides",
-            metavar="key=value",
-            nargs="*",
-            help=f"change where it runs: {', '.join(PLACE)}; for example address=null",
-        )
-    extend = command(
-        "extend", "change a study and run the additions: seeds, rows, samples, epochs", "all"
-    )
-    extend.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="+",
-        help="for example seeds=[0,1,2,3,4] or search.num_samples=100",
-    )
-
-
-def _add_wishes(commands: Commands) -> None:
-    for name, text in {
-        "pause": "start no more trials of a running study until `resume`; running trials continue",
-        "stop": "start no more trials of a running study, and end it after the running trials",
-        "cancel": (
-            "end a running study: its trials write a checkpoint after the current epoch, if that"
-            " takes no longer than 20 s, and resume from it when the study is run again"
-        ),
-    }.items():
-        add_command(commands, name, functools.partial(_ask, name), text)
-    edit = add_command(commands, "edit", _edit, "change the limits of a running study")
-    edit.add_argument(
-        "overrides",
-        metavar="limits.KEY=VALUE",
-        nargs="+",
-        help="for example limits.hours=5 or limits.trials=null",
+        "pause",
+        lambda options: _ask("pause", options),
+        "start no more trials of a running study until `run --resume`; running trials continue",
     )
 
 
@@ -136,10 +128,11 @@ def add_command(
     text: str,
     *,
     study: bool = True,
+    description: str = "",
 ) -> argparse.ArgumentParser:
     """Add a command with ``--storage`` and, unless ``study`` is False, the positional ``STUDY``."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + "."
+        name, help=text, description=description or text[0].upper() + text[1:] + "."
     )
     if study:
         parser.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
@@ -148,17 +141,38 @@ def add_command(
     return parser
 
 
-def add_storage(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--storage``."""
+def add_storage(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, default: str | None = STORAGE
+) -> None:
+    """Add the option ``--storage``; a ``default`` of None shows whether it was given."""
     text = "folder of all studies, s3://bucket/prefix or gs://bucket/prefix (default: studies)"
-    parser.add_argument("--storage", default=STORAGE, help=text)
+    parser.add_argument("--storage", default=default, help=text)
 
 
-def _open(options: argparse.Namespace) -> tuple[Path, StudyState]:
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--json``."""
+    text = "print one JSON document instead (null for a number that is not finite)"
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def print_json(document: Any) -> int:
+    """Print a document of dicts, lists and scalars as JSON in ASCII; return exit code 0."""
+    from study.manage.documents import finite
+
+    print(json.dumps(finite(document), indent=1))
+    return 0
+
+
+def open_study(study: str, storage: str) -> tuple[Path, StudyState]:
+    """Return a study's folder and state, given its name or its folder; warn of a damaged ledger.
+
+    Raises:
+        UserError: there is no such study, or it cannot be read.
+    """
     from study.manage.studies import find, read_whole
 
     with refusals():
-        folder = find(options.study, options.storage)
+        folder = find(study, storage)
         state = read_whole(folder)
     name = state.config.name
     if state.damage:
@@ -166,10 +180,24 @@ def _open(options: argparse.Namespace) -> tuple[Path, StudyState]:
     return folder, state
 
 
-def _list(options: argparse.Namespace) -> int:
-    from study.manage.studies import folders, overview
+def _init(options: argparse.Namespace) -> int:
+    from study.manage.new import write_study
 
     with refusals():
+        study, code = write_study(options.file)
+    print(f"Written: {study} and {code}; run it with: {lns_study('run', str(study))}")
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from study.manage.documents import entry_document
+    from study.manage.studies import folders, overview
+
+    if options.available:
+        return _available(options)
+    with refusals():
+        if options.json:
+            return print_json([entry_document(folder) for folder in folders(options.storage)])
         lines = [overview(folder) for folder in folders(options.storage)]
     if not lines:
         print(
@@ -192,12 +220,36 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _available(options: argparse.Namespace) -> int:
+    from study.config.compose import questions
+
+    with refusals():
+        found = questions()
+    if options.json:
+        return print_json(
+            [
+                {"name": name, "question": question, "small": small}
+                for name, (question, small) in found.items()
+            ]
+        )
+    width = min(shutil.get_terminal_size().columns, 100)
+    for name, (question, small) in found.items():
+        print(f"{name}  (--small)" if small else name)
+        for line in textwrap.wrap(question or "no question", width - len(INDENT)):
+            print(INDENT + line)
+    print("\nlns-study plan NAME shows the trials of one and, where it is known, their time.")
+    return 0
+
+
 def _status(options: argparse.Namespace) -> int:
+    from study.manage.documents import study_document
     from study.views.console import PrintableConsole
 
     console = PrintableConsole()
     while True:
-        folder, state = _open(options)
+        folder, state = open_study(options.study, options.storage)
+        if options.json:
+            return print_json(study_document(folder, state))
         if options.watch and console.is_terminal:
             console.clear()
         _print_status(console, folder, state)
@@ -228,11 +280,14 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
+    from study.manage.documents import trial_document
     from study.manage.studies import find_trial
 
-    folder, state = _open(options)
+    folder, state = open_study(options.study, options.storage)
     with refusals():
         trial = find_trial(state, options.trial)
+    if options.json:
+        return print_json(trial_document(folder, trial))
     _print_trial(folder, trial, state.config.primary_metric)
     return 0
 
@@ -272,7 +327,7 @@ def _print_trial(folder: Path, trial: TrialState, metric: Metric) -> None:
 def _export(options: argparse.Namespace) -> int:
     from study.manage.export import EXPORTS, export
 
-    folder, state = _open(options)
+    folder, state = open_study(options.study, options.storage)
     to_output = options.output == "-"
     named = options.output and not to_output
     form = options.format or (Path(options.output).suffix.removeprefix(".") if named else "csv")
@@ -297,160 +352,37 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _again(options: argparse.Namespace, run: Run, only: str) -> int:
-    from study.execution.control import Wish, ask
-    from study.ledger.lock import is_locked
-    from study.ledger.state import FAILED, ONLY_FAILED
-    from study.manage.extend import extended
-    from study.manage.studies import continued
-
-    folder, state = _open(options)
-    if only != "all":
-        _check_place(options)
-    with refusals():
-        locked = is_locked(folder)
-    if locked:
-        if only != "unfinished" or options.overrides:
-            stop = lns_study("stop", options.study, storage=options.storage)
-            raise UserError(
-                f"{state.config.name}: is running; wait for it, or stop it with `{stop}`"
-            )
-        ask(folder, wish=Wish.RUN)
-        print(f"{state.config.name}: is running; if it was paused, it continues")
-        return 0
-    if only == ONLY_FAILED and not state.damage and FAILED not in state.counts():
-        return _say_nothing_failed(options, state)
-    with refusals():
-        study = continued(extended(state, options.overrides), folder)
-    return run(study, options.plain, only, options.began)
-
-
-def _check_place(options: argparse.Namespace) -> None:
-    """Check that overrides only change where a study runs.
-
-    Raises:
-        UserError: an override has another key.
-    """
-    for override in options.overrides:
-        if override.partition("=")[0] not in PLACE:
-            extend = lns_study("extend", options.study, override, storage=options.storage)
-            raise UserError(
-                f"{override}: would change the study; resume and retry accept only"
-                f" {', '.join(PLACE)}; to change it: `{extend}`"
-            )
-
-
-def _say_nothing_failed(options: argparse.Namespace, state: StudyState) -> int:
-    from study.ledger.state import ENDED
-
-    left = sum(trial.status not in ENDED for trial in state.trials)
-    again = lns_study("resume", options.study, storage=options.storage)
-    print(
-        f"{state.config.name}: no trial has failed, so there is nothing to retry"
-        + (f"; {left} are left, run them with: {again}" if left else "")
-    )
-    return 0
-
-
 def _ask(name: str, options: argparse.Namespace) -> int:
     from study.execution.control import Wish, ask
-
-    folder, state = _running(options)
-    ask(folder, wish=Wish[name.upper()])
-    left = {
-        "pause": f"`{lns_study('resume', options.study, storage=options.storage)}` continues it",
-        "stop": "it ends after the running trials",
-        "cancel": "its trials end after the current epoch",
-    }
-    print(f"{state.config.name}: asked to {name}; {left[name]}")
-    return 0
-
-
-def _edit(options: argparse.Namespace) -> int:
-    from study.execution.control import ask
-    from study.manage.extend import extended
-
-    extend = lns_study("extend", options.study, *options.overrides, storage=options.storage)
-    folder, state = _running(options, f"; to change its limits: {extend}")
-    for override in options.overrides:
-        if not override.startswith("limits."):
-            extend = lns_study("extend", options.study, override, storage=options.storage)
-            raise UserError(
-                f"edit {override}: only limits can be changed while a study runs; stop it and use"
-                f" `{extend}`"
-            )
-    with refusals():
-        now = (
-            dataclasses.replace(
-                state, plan=state.plan | {"study": state.plan["study"] | {"limits": state.limits}}
-            )
-            if state.limits
-            else state
-        )
-        limits = dataclasses.asdict(extended(now, options.overrides).limits)
-    ask(folder, limits=limits)
-    given = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
-    print(f"{state.config.name}: limits are now {given or 'none'}")
-    return 0
-
-
-def _running(options: argparse.Namespace, else_: str = "") -> tuple[Path, StudyState]:
-    """Return folder and state of a running study; ``else_`` is added to the error's advice.
-
-    Raises:
-        UserError: the study is not running.
-    """
     from study.ledger.lock import is_locked
 
-    folder, state = _open(options)
+    folder, state = open_study(options.study, options.storage)
+    resume = lns_study("run", "--resume", options.study, storage=options.storage)
     if not is_locked(folder):
-        again = lns_study("resume", options.study, storage=options.storage)
-        raise UserError(f"{state.config.name}: is not running; to continue it: {again}{else_}")
-    return folder, state
+        raise UserError(f"{state.config.name}: is not running; to continue it: {resume}")
+    ask(folder, wish=Wish[name.upper()])
+    asked = {
+        "pause": f"pause; `{resume}` continues it",
+        "stop": "stop; it ends after the running trials",
+        "cancel": "stop now; its trials end after the current epoch",
+    }
+    print(f"{state.config.name}: asked to {asked[name]}")
+    return 0
 
 
 def _import(options: argparse.Namespace) -> int:
     from study.manage.extend import take_over
     from study.manage.studies import find
 
-    folder, state = _open(options)
+    folder, state = open_study(options.study, options.storage)
     with refusals():
         taken, left = take_over(folder, find(options.source, options.storage))
-    again = lns_study("resume", options.study, storage=options.storage)
+    again = lns_study("run", "--resume", options.study, storage=options.storage)
     print(
         f"{state.config.name}: took {taken} finished trials over; {left} are left"
         + (f", run them with: {again}" if left else "")
     )
     return 0
-
-
-def _rerun(options: argparse.Namespace) -> int:
-    from study.api import run_study
-    from study.ledger.state import name_of
-    from study.manage.rerun import rerun
-    from study.manage.studies import find_trial
-    from study.views.console import PrintableConsole
-    from study.views.progress import PlainView
-
-    _, state = _open(options)
-    console = PrintableConsole()
-    with refusals():
-        trial = find_trial(state, options.trial)
-        done = rerun(
-            state,
-            trial,
-            lambda study: run_study(study, PlainView(console), lambda line: None).state,
-        )
-    if not done.differences:
-        print(
-            f"{trial.id} ({name_of(trial)}): every figure of"
-            f" {counted(len(done.again.reports), 'epoch')} came out bit-equal"
-        )
-        return 0
-    print(f"{trial.id} ({name_of(trial)}): NOT bit-equal:", file=sys.stderr)
-    for line in done.differences[:20]:
-        print(f"  {line}", file=sys.stderr)
-    return 1
 
 
 def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:

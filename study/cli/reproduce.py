@@ -195,8 +195,9 @@ def _part(
 ) -> Reproduced:
     """Return a study's part of the page, with the command that repeats it.
 
-    It is ``run`` with the study's file and overrides, or ``resume`` if these do not reproduce the
-    study. Functions of claims run only if the study that this command names has the same functions.
+    It is ``run`` with the study's file and overrides, or ``run --resume`` if these do not reproduce
+    the study. Functions of claims run only if the study that this command names has the same
+    functions.
 
     Args:
         state: state of the study, from its ledger.
@@ -215,7 +216,7 @@ def _part(
     if changes is None:
         # a file that the command does not name may be an unrelated study of the same name
         file = None if given is None else file or given
-        command = lns_study("resume", ran.slug, storage=options.storage)
+        command = lns_study("run", "--resume", ran.slug, storage=options.storage)
     else:
         small = ["--small"] if options.small else []
         command = shlex.join([NAME, "run", _told(name), *small, *changes])

@@ -1,4 +1,4 @@
-"""The commands ``sync``, ``reconcile``, ``compare`` and ``dashboard``."""
+"""The commands ``mlflow sync | verify | ui``, and ``ui``, the short form of the last."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.cli.manage import Commands, add_command, print_table
+from study.cli.manage import Commands, add_command
+from study.cli.serve import add_ui
 from study.errors import UserError, refusals
 from study.program import lns_study
-from study.text import NAME, one_line
 from study.tracking.sqlite import advice
-from trainers.files import check_own_folder, write_whole
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -23,99 +22,26 @@ if TYPE_CHECKING:
 URI_HELP = "MLflow store (default: the study's own)"
 
 
-def add_tracking_commands(commands: Commands) -> None:
-    """Add the commands to the command line."""
+def add_mlflow(commands: Commands) -> None:
+    """Add the commands to argparse's subparsers."""
+    mlflow = commands.add_parser(
+        "mlflow",
+        help="send a study's missing data to MLflow (`mlflow sync`), or compare MLflow with its"
+        " ledger point by point and repair differences (`mlflow verify --repair`)",
+        description="Send, compare or show the data of studies in MLflow.",
+    )
+    parts = mlflow.add_subparsers(required=True, metavar="COMMAND")
     sync = add_command(
-        commands, "sync", _sync, "send a study's missing data to MLflow, from its ledger"
+        parts, "sync", _sync, "send a study's missing data to MLflow, from its ledger"
     )
     sync.add_argument("--tracking-uri", help=URI_HELP)
-    reconcile = add_command(
-        commands,
-        "reconcile",
-        _reconcile,
-        "compare MLflow with a study's ledger point by point, and repair differences",
+    verify = add_command(
+        parts, "verify", _verify, "compare MLflow with a study's ledger point by point"
     )
-    reconcile.add_argument("--tracking-uri", help=URI_HELP)
-    reconcile.add_argument("--check", action="store_true", help="compare only, change nothing")
-    compare = add_command(
-        commands, "compare", _compare, "compare two studies: matched trials, paired test, a picture"
-    )
-    compare.add_argument(
-        "other",
-        metavar="OTHER",
-        help="the other study: its name in the same storage, or its folder",
-    )
-    compare.add_argument(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="file of the picture (default: compared-with-OTHER.png in STUDY's report)",
-    )
-    dashboard = add_command(
-        commands,
-        "dashboard",
-        _dashboard,
-        "serve a study's report on 127.0.0.1, updated while it runs, until Ctrl-C",
-    )
-    dashboard.add_argument(
-        "--port", type=int, default=5001, help="port to listen on (default: 5001)"
-    )
-    dashboard.add_argument(
-        "--every",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="seconds between updates (default: 10)",
-    )
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from study.manage.studies import find, read
-    from study.report.compare import compare, draw, lines, verdict
-
-    with refusals():
-        folder, other = (find(name, options.storage) for name in (options.study, options.other))
-        first, second = read(folder), read(other)
-        found = compare(first, second)
-    for state in (first, second):
-        if state.damage:
-            print(
-                f"lns-study: {one_line(state.config.name, NAME)}: {state.damage}", file=sys.stderr
-            )
-    print_table(["row", "pairs", *found.names, "difference"], lines(found))
-    print(f"\n{one_line(verdict(found))}")
-    path = Path(options.output or folder / "report" / f"compared-with-{other.name}.png")
-    with refusals():
-        if not options.output:
-            check_own_folder(path.parent)
-    try:
-        if options.output:
-            path.write_bytes(draw(found))
-        else:
-            path.parent.mkdir(exist_ok=True)
-            write_whole(path, draw(found))
-    except OSError as error:
-        raise UserError(
-            f"--output {path}: cannot be written ({error.strerror}); choose another file"
-        ) from None
-    print(f"Picture: {path}")
-    return 0
-
-
-def _dashboard(options: argparse.Namespace) -> int:
-    from study.manage.studies import find, read
-    from study.serve.dashboard import serve
-    from study.serve.ui import listen
-
-    with refusals():
-        folder = find(options.study, options.storage)
-        read(folder)
-        listen(options.port).close()
-        if not options.every > 0:
-            raise UserError(
-                f"--every {options.every}: must be positive; use for example --every 10"
-            )
-    return serve(folder, options.port, options.every, lambda line: print(line, flush=True))
+    verify.add_argument("--tracking-uri", help=URI_HELP)
+    verify.add_argument("--repair", action="store_true", help="repair differences in MLflow")
+    add_ui(parts)
+    add_ui(commands)
 
 
 def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, StudyConfig]:
@@ -162,7 +88,7 @@ def _sync(options: argparse.Namespace) -> int:
         return 1
     if not audits[1].equal:
         named = naming(study.tracking, study.storage)
-        again = lns_study("reconcile", study.slug, *named, storage=study.storage)
+        again = lns_study("mlflow", "verify", "--repair", study.slug, *named, storage=study.storage)
         print("\n".join([*audits[1].differences(), f"`{again}` repairs this"]), file=sys.stderr)
         return 1
     address = page(where["experiment"], where["view"]) if where else ""
@@ -171,9 +97,9 @@ def _sync(options: argparse.Namespace) -> int:
     return 0
 
 
-def _reconcile(options: argparse.Namespace) -> int:
-    folder, study = _study(options, writes=not options.check)
-    audits = _audit(folder, study, repair=not options.check)
+def _verify(options: argparse.Namespace) -> int:
+    folder, study = _study(options, writes=options.repair)
+    audits = _audit(folder, study, repair=options.repair)
     if audits is None:
         return 1
     before, after = audits

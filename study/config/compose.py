@@ -49,7 +49,6 @@ from study.config.script import is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig, check_executor
 from study.config.yaml_loader import as_text, check_references, read_mapping
-from study.program import lns_study
 from study.tracking_uri import refuse_passwords
 from trainers.config.validation import plain
 from trainers.data import resolve
@@ -219,11 +218,10 @@ def find_study(config: str) -> Path:
             return path
     refuse_examples(config, _roots())
     known = sorted({path.stem for root in _roots() for path in root.glob("study/*.yaml")})
-    stored = f"; to continue a stored study: {lns_study('resume', config)}"
     raise ValueError(
-        f"config {config!r}: no such config; it must be a YAML or Python file or one of"
-        f" {', '.join(known) or '(none)'}{nearest(config, known)}; copy one of those to write"
-        f" your own{stored if Path(config).stem == config else ''}"
+        f"config {config!r}: no such config{nearest(config, known)}; it must be a YAML or Python"
+        f" file, the name of a stored study, or one of {', '.join(known) or '(none)'}; copy one of"
+        " those to write your own"
     )
 
 
@@ -431,8 +429,8 @@ def _find_group(group: str, file: str, study: Path) -> Path:
             return path
     options = group_options(group)
     raise ValueError(
-        f"{group}={file}: no such config; must be one of"
-        f" {', '.join(options) or '(none)'}{nearest(file, options)}; use one of those or write"
+        f"{group}={file}: no such config{nearest(file, options)}; must be one of"
+        f" {', '.join(options) or '(none)'}; use one of those or write"
         f" conf/{group}/{file or 'mine'}.yaml"
     )
 

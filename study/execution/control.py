@@ -1,10 +1,11 @@
 """Control of a running study: requests from another terminal, Ctrl-C, and the study's limits.
 
-``pause``, ``stop`` and ``cancel`` work as for a sweep of Weights & Biases. *pause* starts no more
-trials until ``resume``. *stop* starts no more trials and lets the running ones finish. *cancel*
-also ends the running ones: they may finish their current epoch within :func:`grace_seconds` and
-write a checkpoint, from which they resume in the next run. Ctrl-C and the signals of job
-controllers cancel; a limit that is reached stops. The strongest request wins.
+*pause*, *stop* and *cancel* (``lns-study stop --now``) work as for a sweep of Weights & Biases.
+*pause* starts no more trials until ``lns-study run --resume``. *stop* starts no more trials and
+lets the running ones finish. *cancel* also ends the running ones: they may finish their current
+epoch within :func:`grace_seconds` and write a checkpoint, from which they resume in the next run.
+Ctrl-C and the signals of job controllers cancel; a limit that is reached stops. The strongest
+request wins.
 
 A request is a small file in the study's folder, ``control.json``, which is replaced atomically. The
 process that runs the study reads it twice a second, and in an object store every two seconds. So a

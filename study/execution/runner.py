@@ -11,7 +11,7 @@ and then acts on them. The :class:`~study.search.agenda.Agenda` chooses the next
 :class:`~study.execution.control.Control` when the study pauses or ends. Trials that are finished in
 the ledger do not run again. Interrupted trials resume from their last undamaged checkpoint.
 
-Ctrl-C cancels the study like ``lns-study cancel``.
+Ctrl-C cancels the study like ``lns-study stop --now``.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
     for override in overrides:
         if override.partition("=")[0] in ("name", "storage"):
             run = lns_study("run", "CONFIG", override)
-            raise ValueError(f"extend {override}: that would be another study; run it with `{run}`")
+            raise ValueError(f"{override}: that would be another study; run it with `{run}`")
     return change(state.config, overrides)
 
 

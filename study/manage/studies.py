@@ -21,6 +21,7 @@ from study.program import lns_study
 from study.results.configurations import groups_of_seeds
 from study.results.objectives import diverged
 from trainers.object_store import check_links, local_folder, place_of
+from trainers.text import nearest
 
 WHY = 200
 """Most characters of a reason for which a study cannot be read."""
@@ -42,11 +43,12 @@ def find(study: str, storage: str) -> Path:
     refresh(folder)
     if (folder / FILE).exists():
         return folder
-    names = ", ".join(path.name for path in folders(storage)) or "none"
+    names = [path.name for path in folders(storage)]
     place = place_of(local_folder(storage))
     raise ValueError(
-        f"study {study!r}: no such study in {place} (there: {names}); name its storage with"
-        " --storage, in Python with storage=..."
+        f"study {study!r}: no such study{nearest(study, names)} in {place} (there:"
+        f" {', '.join(names) or 'none'}); name its storage with --storage, in Python with"
+        " storage=..."
     )
 
 
@@ -182,7 +184,7 @@ def overview(folder: Path) -> dict[str, Any]:
     """Return a study's entry in a list.
 
     The entry has the name, condition, number of trials, best first objective and time of the last
-    event.
+    event. The numbers are texts; ``counts`` and ``value`` have them as numbers, if it has a plan.
     """
     try:
         return _entry(folder)
@@ -221,7 +223,14 @@ def _entry(folder: Path) -> dict[str, Any]:
         "trials": f"{ended}/{len(state.trials)}"
         + (f", {failed} failed" if failed else "")
         + (f", {lost} diverged" if lost else ""),
+        "counts": {
+            "planned": len(state.trials),
+            "ended": ended,
+            "failed": failed,
+            "diverged": lost,
+        },
         "best": f"{metric.name} {metric.said(best)}" if best is not None else "-",
+        "value": None if best is None else {"metric": metric.name, "value": best},
         # events that were taken over have the times of their source
         "time": max(event["time"] for event in events),
     }

@@ -15,6 +15,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from study.config import StudyConfig
 from study.config.search import choose_sampler
@@ -22,7 +23,7 @@ from study.config.space import describe
 from study.plan.candidates import by_rule, generation_ends
 from study.plan.durations import of_storage
 from study.plan.identity import pace_key
-from study.plan.packing import need_of, pack
+from study.plan.packing import Schedule, need_of, pack
 from study.plan.plan import Plan, confirmation_rounds, likely_trials
 from study.plan.processes import describe_processes
 from study.plan.resources import local_cpus, visible_gpus
@@ -70,6 +71,41 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             left_out = [entry for entry in plan.excluded if entry.rule == first.rule]
             yield from (f"    {entry.row}: {describe(entry.params)}" for entry in left_out)
     yield _describe_time(plan, likely, known)
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """Return a plan as a JSON document; ``expected`` is None if no earlier trial is like these."""
+    known, likely = of_storage(plan.study.storage), likely_trials(plan)
+    expected = _packed(plan, likely, known)
+    return {
+        "name": plan.study.name,
+        "size": plan.size + _confirmations(plan),
+        "trials": [_trial_document(trial, known) for trial in plan.trials],
+        "excluded": [
+            {"row": each.row, "params": each.params, "reason": each.reason}
+            for each in plan.excluded
+        ],
+        "expected": expected
+        and {
+            "seconds": expected[0].makespan,
+            "trial_seconds": expected[1],
+            "concurrent": expected[0].most,
+            "is_upper_bound": bool(_less(plan)),
+        },
+    }
+
+
+def _trial_document(trial: PlannedTrial, known: dict[str, float]) -> dict[str, Any]:
+    values = trial.config.to_dict()
+    seconds = known.get(pace_key(values))
+    return {
+        **{name: getattr(trial, name) for name in ("id", "row", "number", "seed", "params")},
+        "epochs": trial.config.epochs,
+        "workers": trial.config.workers,
+        "cpus": cpus_of(values),
+        "gpus": gpus_of(values),
+        "seconds": seconds and seconds * trial.config.epochs,
+    }
 
 
 def describe_size(plan: Plan, planned: int) -> str:
@@ -203,12 +239,15 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
     return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}, {resources}{time}"
 
 
-def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, float]) -> str:
-    """Describe the expected time of all trials, packed into the resources of the machine.
+def _packed(
+    plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, float]
+) -> tuple[Schedule, float, int] | None:
+    """Pack all trials into the resources of the machine; for a cluster into ``max_concurrent``.
 
-    For a cluster only ``max_concurrent`` is known.
+    Returns:
+        The schedule, the seconds of all its trials, and the number of trials that are unlike any
+        earlier one; None if all are.
     """
-    study = plan.study
     rounds = confirmation_rounds(plan)
     times = {
         trial.id: known[key] * trial.config.epochs
@@ -216,10 +255,7 @@ def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, 
         if (key := pace_key(trial.config.to_dict())) in known
     }
     if not times:
-        return (
-            "Expected time: unknown, no earlier trial in the storage is like these; after the first"
-            " epochs a run shows it"
-        )
+        return None
     mean = statistics.fmean(times.values())
 
     def seconds(trial: PlannedTrial) -> float:
@@ -227,11 +263,24 @@ def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, 
 
     # future proposals are assumed to be like the existing ones
     trials = list(itertools.islice(itertools.cycle(likely), max(1, round(_whole_trials(plan)))))
-    cpus, gpus, assumed = _have(study, likely)
-    packed = pack(trials, cpus, gpus, seconds, most=_most(study), rounds=rounds)
+    cpus, gpus, _ = _have(plan.study, likely)
+    packed = pack(trials, cpus, gpus, seconds, most=_most(plan.study), rounds=rounds)
     total = sum(seconds(trial) * trial.config.epochs for trial in itertools.chain(trials, *rounds))
+    return packed, total, sum(trial.id not in times for trial in likely)
+
+
+def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, float]) -> str:
+    """Describe the expected time of all trials."""
+    found = _packed(plan, likely, known)
+    if found is None:
+        return (
+            "Expected time: unknown, no earlier trial in the storage is like these; after the first"
+            " epochs a run shows it"
+        )
+    packed, total, unknown = found
+    cpus, gpus, assumed = _have(plan.study, likely)
     use = ""
-    if study.address is None and packed.makespan:
+    if plan.study.address is None and packed.makespan:
         have = {"CPUs": cpus, "GPUs": gpus}
         held = dict(zip(have, packed.held.values(), strict=True))
         shares = {
@@ -239,7 +288,6 @@ def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, 
         }
         name = max(shares, key=lambda each: shares[each])
         use = f", utilisation of the {name} at most {100 * shares[name]:.0f} %"
-    unknown = sum(trial.id not in times for trial in likely)
     notes = [
         assumed,
         f"{counted(packed.unfit, 'trial')} too large for this machine" if packed.unfit else "",

@@ -3,8 +3,8 @@
 It follows the loop of a study (:mod:`study.execution.loop`). The next trial of the plan starts when
 its CPUs and its GPUs, or its share of a GPU, are free. While it waits, later trials start if they
 fit and do not delay it (EASY backfilling, D. Lifka 1995). The last trials run longest first. `plan`
-packs trials with known durations; `simulate` also lets a scheduler end trials early. The rounds of
-a race (:mod:`study.search.racing`) follow each other.
+packs trials with known durations; `plan --slots` also lets a scheduler end trials early. The rounds
+of a race (:mod:`study.search.racing`) follow each other.
 
 Limits: one machine; the overhead of a trial is ``start_seconds``.
 """

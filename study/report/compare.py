@@ -20,6 +20,7 @@ import math
 import statistics
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -165,7 +166,7 @@ def _shared_metric(first: StudyState, second: StudyState) -> Metric:
     ours, theirs = first.config.primary_metric, second.config.primary_metric
     if ours != theirs:
         wanted = f"metric={ours.name}", f"mode={ours.mode}"
-        extend = lns_study("extend", second.config.slug, *wanted)
+        extend = lns_study("run", "--extend", second.config.slug, *wanted)
         raise ValueError(
             f"{first.config.name} and {second.config.name}: one is about {ours.name} ({ours.mode}),"
             f" the other about {theirs.name} ({theirs.mode}), which cannot be subtracted; give one"
@@ -332,6 +333,32 @@ def verdict(found: StudyComparison) -> str:
         f"{found.names[1]} minus {found.names[0]}: {gap} of {found.measured} over"
         f" {len(found.pairs)} pairs matched by {found.matched_by}{test}{same}"
     )
+
+
+def document(found: StudyComparison) -> dict[str, Any]:
+    """Return a comparison as a JSON document; errors are in per cent."""
+    return {
+        "studies": list(found.names),
+        "metric": found.metric.name,
+        "measured": found.measured,
+        "matched_by": found.matched_by,
+        "difference": found.difference,
+        "test": _test(found.contrast),
+        "rows": [{"row": row, "test": _test(contrast)} for row, contrast in found.rows.items()],
+        "pairs": [
+            {"row": pair.name, "seed": pair.seed, "first": pair.first, "second": pair.second}
+            for pair in found.pairs
+        ],
+        "diverged": found.diverged,
+        "differing": found.differing,
+    }
+
+
+def _test(contrast: Contrast | None) -> dict[str, Any] | None:
+    if contrast is None:
+        return None
+    names = ("difference", "interval", "p", "over", "tests", "decided")
+    return {name: getattr(contrast, name) for name in names}
 
 
 def draw(found: StudyComparison, theme: Theme = LIGHT) -> bytes:

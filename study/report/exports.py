@@ -27,14 +27,15 @@ def write_format(state: StudyState, folder: Path, form: str) -> Path:
     Args:
         state: state of the study.
         folder: folder of the report (:func:`study.report.write.write_report`).
-        form: ``csv``, ``parquet`` or ``latex``; or ``md``, which every report already has.
+        form: ``csv``, ``parquet`` or ``latex``; or ``md`` or ``html``, which every report already
+            has.
     """
     if form in ("csv", "parquet"):
         path = folder / f"trials.{form}"
         export(state, path, form)
         return path
-    if form == "md":
-        return folder / "report.md"
+    if form in ("md", "html"):
+        return folder / f"report.{form}"
     write_whole(path := folder / "table.tex", render_latex(state).encode())
     return path
 

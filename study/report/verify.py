@@ -381,7 +381,7 @@ def _mlflow(client: Any, figures: Mapping[str, Any], source: Source) -> Iterator
     state = fold(source.events)
     runs = own_runs(client, experiment.experiment_id, state)[0] if experiment else dict[str, Any]()
     if key not in runs:
-        yield f"MLflow has no parent run of {figures['study']}; `lns-study sync` sends it"
+        yield f"MLflow has no parent run of {figures['study']}; `lns-study mlflow sync` sends it"
         return
     values: dict[str, float] = {}
     name = sanitise(source.metric.test_name)

@@ -326,7 +326,7 @@ def _more_seeds(state: StudyState, missing: int) -> str:
     added = itertools.islice(unused, missing)
     words = f"{key}=[{','.join(map(str, [*seeds, *added]))}]"
     # the same quoting on every platform: `report --verify` compares pages byte for byte
-    command = shlex.join(["lns-study", "extend", study.slug, words])
+    command = shlex.join(["lns-study", "run", "--extend", study.slug, words])
     seconds = trials * sum(trial.spent for trial in state.trials) / len(state.trials)
     cost = f"{counted(trials, 'more trial')}, about {duration(seconds)} of trial time"
     return f"`{command}` ({cost})"

@@ -1,5 +1,5 @@
-"""A live page (``lns-study dashboard``): the study's report, served by uvicorn (a dependency of
-MLflow) and written again every few seconds while the ledger grows.
+"""A live page (``lns-study report --serve``): the study's report, served by uvicorn (a dependency
+of MLflow) and written again every few seconds while the ledger grows.
 
 The page reloads itself while the study runs, with a refresh tag and no script. The server listens
 on 127.0.0.1 behind the same guard as MLflow's pages (:mod:`study.serve.guard`). The page shows the
@@ -106,7 +106,7 @@ def make_app(page: Page, port: int, token: str) -> Guard:
         lambda method, path: method in ("GET", "HEAD") and path == "/",
         with_port((HOST, "localhost"), port),
         token=token,
-        command="lns-study dashboard",
+        command="lns-study report --serve",
     )
 
 

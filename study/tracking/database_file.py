@@ -80,7 +80,8 @@ def check_files(path: Path) -> None:
             raise DatabaseFileError(
                 f"{real}-journal: names another file as its super-journal, which SQLite could"
                 " delete; MLflow writes no such journal. Remove it if you do not know who wrote it;"
-                " a transaction that was not finished is then lost, and `sync` sends it again"
+                " a transaction that was not finished is then lost, and `mlflow sync` sends it"
+                " again"
             )
 
 

@@ -6,9 +6,9 @@ died in between. Therefore a new file is completed in a temporary folder and the
 The write-ahead log (WAL) lets readers (``lns-study ui``) and the writer work at the same time, and
 transactions do not wait for the disk. With ``synchronous=NORMAL`` the database always stays
 consistent, and a killed process loses nothing. After a crash of the machine the last transactions
-may be missing (https://www.sqlite.org/pragma.html#pragma_synchronous); the next run, ``sync`` or
-``reconcile`` sends them again from the ledger. A network file system cannot share the log between
-machines, so there the database keeps MLflow's settings.
+may be missing (https://www.sqlite.org/pragma.html#pragma_synchronous); the next run, ``mlflow
+sync`` or ``mlflow verify --repair`` sends them again from the ledger. A network file system cannot
+share the log between machines, so there the database keeps MLflow's settings.
 
 The statistics are for SQLite's query planner (:func:`write_statistics`).
 """
@@ -194,7 +194,7 @@ def advice(uri: str, error: str) -> str:
         return f" (`fuser {path}` lists the processes that use it: wait for them, or end them)"
     return (
         f" (if {path} is damaged, end what uses it and rename it, with its -wal and -shm: a new one"
-        " then gets all of the study, and `sync` sends others)"
+        " then gets all of the study, and `mlflow sync` sends others)"
     )
 
 

@@ -134,7 +134,7 @@ def _probe(uri: str) -> None:
 class NoTracker:
     """Replacement for :class:`Tracker` if tracking is off.
 
-    `lns-study sync --tracking-uri` can send the ledger later.
+    `lns-study mlflow sync --tracking-uri` can send the ledger later.
     """
 
     def start(self) -> None:
@@ -262,7 +262,7 @@ class Tracker:
 
     def _sync_later(self) -> str:
         storage = place_of(self._folder.parent)
-        words = ["sync", self._folder.name, *naming(self._uri, storage)]
+        words = ["mlflow", "sync", self._folder.name, *naming(self._uri, storage)]
         return lns_study(*words, storage=storage)
 
     def _hear(self, message: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ The process has its own session, so it survives Ctrl-C and a killed driver. When
 closes, it sends the rest of the ledger, closes the runs (as KILLED, because the study was
 interrupted) and exits, at the latest after :data:`LINGER_SECONDS` without the server. If this
 process is killed, the driver starts another, which reads its progress from the store. Data that
-could not be sent are sent by ``lns-study sync``, or by the next run of the study.
+could not be sent are sent by ``lns-study mlflow sync``, or by the next run of the study.
 
 Standard input: a line ``finish FOLDER`` (the report's folder; may be empty) asks it to exit.
 Standard output: JSON lines, ``opened`` (ids of experiment, run and view), ``trouble`` (a reason for

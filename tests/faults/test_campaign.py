@@ -435,8 +435,8 @@ def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
     """
 
     def audited() -> list[int]:
-        mended = [["reconcile"]] if fault in DAMAGE else []
-        words = [["sync"], *mended, ["reconcile", "--check"]]
+        mended = [["mlflow", "verify", "--repair"]] if fault in DAMAGE else []
+        words = [["mlflow", "sync"], *mended, ["mlflow", "verify"]]
         ends = ("--tracking-uri", tracking)
         return [study(folder, first, "faults", *more, *ends) for first, *more in words]
 

@@ -397,4 +397,4 @@ def test_where_a_study_is_changes_nothing_of_it(
         for each in filter(None, (scene, copy)):
             check(each.here, str(faults), undisturbed[kind], lost=each.lost)
             ends = ("--tracking-uri", scene.tracking)
-            assert study(each.here, "reconcile", "--check", "faults", *ends) == 0
+            assert study(each.here, "mlflow", "verify", "faults", *ends) == 0

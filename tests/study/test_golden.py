@@ -69,7 +69,7 @@ def test_its_ledger_and_checkpoints_are_gone_on_from(copied: Path) -> None:
         sum(event["event"] == "started" for event in read_ledger(copied / "studies" / "golden"))
         == 2
     )
-    assert main(["extend", "golden", "trial.epochs=3", "--plain"]) == 0
+    assert main(["run", "--extend", "golden", "trial.epochs=3", "--plain"]) == 0
     extended = [trial for trial in state(copied).trials if trial.epochs == 3]
     assert [min(trial.reports) for trial in extended] == [1, 1]
     assert main(["run", "golden.yaml", "name=whole", "trial.epochs=3", *PLAIN]) == 0

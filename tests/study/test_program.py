@@ -45,12 +45,14 @@ def test_the_storage_is_named_unless_it_is_the_usual_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert lns_study("resume", "table", storage="studies") == "lns-study resume table"
-    usual = str(tmp_path / "studies")
-    assert lns_study("resume", "table", storage=usual) == "lns-study resume table"
     assert (
-        lns_study("resume", "table", storage="my studies")
-        == "lns-study resume table --storage 'my studies'"
+        lns_study("run", "--resume", "table", storage="studies") == "lns-study run --resume table"
+    )
+    usual = str(tmp_path / "studies")
+    assert lns_study("run", "--resume", "table", storage=usual) == "lns-study run --resume table"
+    assert (
+        lns_study("run", "--resume", "table", storage="my studies")
+        == "lns-study run --resume table --storage 'my studies'"
     )
 
 

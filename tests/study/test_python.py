@@ -106,7 +106,7 @@ def test_the_command_line_runs_a_python_file(
     assert main(["plan", str(script), *options]) == 0
     assert "Not checked: your own code, which a plan does not run." in capsys.readouterr().out
     assert main(["run", str(script), "--dry-run", *options]) == 0
-    assert main(["simulate", str(script), *options, "--slots", "2"]) == 0
+    assert main(["plan", str(script), *options, "--slots", "2"]) == 0
     assert not (storage / "by-file").exists()
     assert main(["run", str(script), "--plain", *options]) == 0
     assert "by-file: 1 trial, 2 epochs in all" in capsys.readouterr().out

@@ -93,12 +93,12 @@ def test_a_password_in_the_uri_is_stored_and_shown_nowhere(
             ["list", *there],
             ["status", "secretive", *there],
             ["show", "secretive", "float32", *there],
-            ["sync", "secretive", "--tracking-uri", uri, *there],
-            ["reconcile", "secretive", *there],
+            ["mlflow", "sync", "secretive", "--tracking-uri", uri, *there],
+            ["mlflow", "verify", "--repair", "secretive", *there],
             ["report", "secretive", *there],
-            ["extend", "secretive", "seeds=[0,1]", "--plain", *there],
-            ["sync", "secretive", "--tracking-uri", f"{uri}9", *there],
-            ["sync", "secretive", "--tracking-uri", uri.replace("http", "ftp"), *there],
+            ["run", "--extend", "secretive", "seeds=[0,1]", "--plain", *there],
+            ["mlflow", "sync", "secretive", "--tracking-uri", f"{uri}9", *there],
+            ["mlflow", "sync", "secretive", "--tracking-uri", uri.replace("http", "ftp"), *there],
             ["run", "tiny.yaml", f"tracking_ury={uri}"],
             ["ui", "--tracking-uri", uri],
             ["doctor", "--tracking-uri", uri, *there],
@@ -124,7 +124,7 @@ def test_a_stored_study_goes_on_with_the_password_of_the_environment(
     study = tracked("kept secret", f"tracking_uri={server.uri.replace('//', f'//ada:{SECRET}@')}")
     write_ledger(study, made_up_events(study))
     module._given.clear()
-    words = ["sync", study.slug, "--storage", study.storage]
+    words = ["mlflow", "sync", study.slug, "--storage", study.storage]
     named = [*words, "--tracking-uri", study.tracking]
     assert main(named) == 2
     said = capsys.readouterr().err
@@ -397,7 +397,7 @@ def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repea
     assert SECRET not in json.dumps(state.plan)
     assert state.config.tracking_uri == shown
     monkeypatch.setenv(PASSWORD, PLAIN)
-    assert main(["resume", study.slug, "--storage", study.storage, "--plain"]) == 0
+    assert main(["run", "--resume", study.slug, "--storage", study.storage, "--plain"]) == 0
     printed = "".join(capfd.readouterr())
     assert f"The ledger holds the password of {shown}" in printed
     assert "change the password" in printed
@@ -447,29 +447,28 @@ def listening() -> Iterator[tuple[str, list[str | None]]]:
 
 
 @pytest.mark.parametrize(
-    "command", [["sync"], ["reconcile"], ["report"], ["report", "--verify"], ["doctor", "--repair"]]
+    "command",
+    ["mlflow sync", "mlflow verify --repair", "report", "report --verify", "doctor --repair"],
 )
 def test_a_login_goes_to_no_address_that_only_a_ledger_names(
-    tracked: Tiny,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: list[str],
+    tracked: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     """Not a byte is sent to it until the reader names it, in the environment or the command."""
     monkeypatch.setenv(USER, "ada")
     monkeypatch.setenv(PASSWORD, PLAIN)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with listening() as (uri, logins):
-        study = tracked(f"a stranger's {' '.join(command)}", f"tracking_uri={uri}")
+        study = tracked(f"a stranger's {command}", f"tracking_uri={uri}")
         folder = write_ledger(study, made_up_events(study))
-        words = [command[0], study.slug, "--storage", study.storage, *command[1:]]
-        if command[0] == "report":
-            main(["report", *words[1:4], "--tracking-uri", "none"])
-        if command[0] == "doctor":
+        there = [study.slug, "--storage", study.storage]
+        words = [*command.split(), *there]
+        if command.startswith("report"):
+            main(["report", *there, "--tracking-uri", "none"])
+        if command.startswith("doctor"):
             lines = (folder / FILE).read_text().splitlines(keepends=True)
             (folder / FILE).write_text("".join([*lines[:3], "{", *lines[4:]]))
         capsys.readouterr()
-        assert main(words) == (0 if command == ["report"] else 2)
+        assert main(words) == (0 if command == "report" else 2)
         assert f"--tracking-uri {uri}" in capsys.readouterr().err
         assert logins == []
         monkeypatch.setenv(WHOLE, uri)

@@ -45,7 +45,8 @@ def test_modules_that_a_driver_imports(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["status tiny", "list", "run tiny.yaml --dry-run", "simulate tiny.yaml", "report tiny"]
+    "words",
+    ["status tiny", "list", "run tiny.yaml --dry-run", "plan tiny.yaml --slots", "report tiny"],
 )
 def test_commands_that_look_at_studies(planned: Path, words: str) -> None:
     command, *rest = words.split()

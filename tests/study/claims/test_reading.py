@@ -67,7 +67,7 @@ def test_reading_a_study_runs_no_function_of_its_claims(
         assert "--run-checks" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["sync"], ["reconcile"]])
+@pytest.mark.parametrize("command", [["mlflow", "sync"], ["mlflow", "verify", "--repair"]])
 def test_sending_a_study_runs_no_function_of_its_claims(
     stored: StudyConfig, ran: Path, tmp_path: Path, command: list[str]
 ) -> None:

@@ -120,7 +120,9 @@ def test_other_studies_that_ran_in_this_form_keep_their_parts(
     assert main([*words, "--small"]) == 0
     text = page.read_text()
     assert re.findall("^## (.*)$", text, re.MULTILINE) == ["mine-small", "zebra-small"]
-    assert f"- Command: lns-study resume mine-small --storage {storage}" in " ".join(text.split())
+    assert f"- Command: lns-study run --resume mine-small --storage {storage}" in " ".join(
+        text.split()
+    )
     assert "- Command: lns-study run zebra.yaml --small" in text
     monkeypatch.chdir(reproduced)
     assert main([*words, "--small"]) == 0

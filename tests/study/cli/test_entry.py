@@ -69,7 +69,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["run"], ["plan"], ["report"], ["ui"], ["extend"], ["edit"]]
+    "command", [[], ["run"], ["plan"], ["report"], ["ui"], ["mlflow", "sync"], ["stop"]]
 )
 def test_help(command: list[str], tmp_path: Path) -> None:
     done = lns_study(*command, "--help", cwd=tmp_path)
@@ -106,7 +106,7 @@ def test_a_plan_refuses_what_its_data_forbid_as_a_run_does(here: Here) -> None:
 
 
 @pytest.mark.parametrize("name", ["mnist", "auto"])
-@pytest.mark.parametrize("command", ["run --dry-run", "plan", "simulate"])
+@pytest.mark.parametrize("command", ["run --dry-run", "plan", "plan --slots"])
 def test_what_starts_nothing_downloads_nothing_and_says_what_a_run_would(
     here: Here, command: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +135,7 @@ def test_what_starts_nothing_downloads_nothing_and_says_what_a_run_would(
     server.shutdown()
     server.server_close()
     assert done.returncode == 0, done.stderr
-    if command != "simulate":
+    if "--slots" not in options:
         files = "train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz"
         assert re.search(f"downloads? MNIST first[:,] {files}", done.stdout)
         assert f"from {url}/ to {folder}/cache/lns-study/mnist" in done.stdout
@@ -306,7 +306,9 @@ def test_extend_rerun_and_doctor(folder: Path) -> None:
     the start; a repeated trial has the same bits."""
     rows = ["rows=[{label: a, overrides: {precision.format: lns12}}]", "baseline=null"]
     assert lns_study("run", "tiny.yaml", *rows, "trial.epochs=2", cwd=folder).returncode == 0
-    done = lns_study("extend", "tiny", "trial.epochs=4", "seeds=[0,1]", "--plain", cwd=folder)
+    done = lns_study(
+        "run", "--extend", "tiny", "trial.epochs=4", "seeds=[0,1]", "--plain", cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     assert "1 trials continue from the last checkpoint of the same trial with fewer" in done.stdout
     assert "a, seed 0: epoch 1/4" not in done.stdout
@@ -319,7 +321,7 @@ def test_extend_rerun_and_doctor(folder: Path) -> None:
     (whole,) = fold(read_ledger(folder / "studies" / "whole")).trials
     assert differences(whole, extended[0]) == []
     assert (whole.epoch, extended[0].epoch, extended[1].epoch) == (4, 4, 4)
-    done = lns_study("rerun", "tiny", extended[0].id, cwd=folder)
+    done = lns_study("run", "tiny", "--verify", extended[0].id, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "every figure of 4 epochs came out bit-equal" in done.stdout
     done = lns_study("doctor", cwd=folder)

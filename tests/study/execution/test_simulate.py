@@ -118,13 +118,14 @@ def test_a_study_that_there_is_is_simulated_by_its_name_and_storage(
     study = searched("name=there")
     write_ledger(study, made_up_events(study))
     for where in (["there", "--storage", str(tmp_path)], [str(study.folder)]):
-        assert main(["simulate", *where, "--slots", "30"]) == 0
+        assert main(["plan", *where, "--slots", "30"]) == 0
         assert capsys.readouterr().out.startswith("there: 40 trials\n")
-    assert main(["simulate", "there", "search.num_samples=20", "--storage", str(tmp_path)]) == 0
+    there = ["--slots", "--storage", str(tmp_path)]
+    assert main(["plan", "there", "search.num_samples=20", *there]) == 0
     assert capsys.readouterr().out.startswith("there: 20 trials\n")
-    assert main(["simulate", "table", "trial.data.name=digits", "--storage", str(tmp_path)]) == 0
+    assert main(["plan", "table", "trial.data.name=digits", *there]) == 0
     assert capsys.readouterr().out.startswith("table: 12 trials\n")
-    assert main(["simulate", "nowhere", "--storage", str(tmp_path)]) == 2
+    assert main(["plan", "nowhere", *there]) == 2
 
 
 def test_the_command_tells_the_utilisation(
@@ -134,7 +135,7 @@ def test_the_command_tells_the_utilisation(
     assert (
         main(
             [
-                "simulate",
+                "plan",
                 str(tmp_path / "searched.yaml"),
                 "search.num_samples=40",
                 "rows=[]",

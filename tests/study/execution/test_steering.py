@@ -267,16 +267,16 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(both: Tiny) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wish", ["stop", "cancel"])
+@pytest.mark.parametrize("wish", ["stop", "stop --now"])
 def test_a_wish_from_another_terminal_ends_a_study_with_3(tmp_path: Path, wish: str) -> None:
-    """``stop`` lets the running trial end, ``cancel`` does not."""
+    """``stop`` lets the running trial end, ``stop --now`` does not."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     one = ("cpus=1", "rows=[{label: a}]", "baseline=null", "seeds=[0,1]", "trial.epochs=60")
     process = started(tmp_path, *one)
     assert process.stdout is not None
     try:
         assert any("epoch 3/" in line for line in process.stdout)
-        assert lns_study(wish, "tiny", cwd=tmp_path).returncode == 0
+        assert lns_study(*wish.split(), "tiny", cwd=tmp_path).returncode == 0
         said, _ = process.communicate(timeout=120)
     finally:
         process.kill()
@@ -297,7 +297,7 @@ def test_a_job_begun_again_keeps_wishes_and_edited_limits_of_a_run_that_was_brok
     assert process.stdout is not None
     try:
         assert any("epoch 3/" in line for line in process.stdout)
-        for words in (["edit", "tiny", "limits.gpu_hours=1"], ["stop", "tiny"]):
+        for words in (["run", "--extend", "tiny", "limits.gpu_hours=1"], ["stop", "tiny"]):
             assert lns_study(*words, cwd=tmp_path).returncode == 0
         process.terminate()
         said, _ = process.communicate(timeout=120)

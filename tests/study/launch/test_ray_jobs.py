@@ -157,11 +157,11 @@ def test_a_launched_study_is_stopped_and_goes_on_elsewhere(
     words = ["rows=[{label: a}]", "baseline=null", "seeds=[0,1,2]", "trial.epochs=100"]
     words += ["trial.model.name=net.py:net", "max_concurrent=1"]
     assert stop_in_trial(1, launch(head, tmp_path, *words)) == 0  # a job that ended in order
-    assert stop_in_trial(2, study("resume", *there, "address=auto")) == 3
+    assert stop_in_trial(2, study("run", "--resume", *there, "address=auto")) == 3
 
     for copy in FOLDER.glob("session_*/runtime_resources/working_dir_files/*"):
         shutil.rmtree(copy, ignore_errors=True)
-    refused = study("resume", *there, "address=null")
+    refused = study("run", "--resume", *there, "address=null")
     assert "there is no file" in refused.communicate(timeout=120)[0]
     assert refused.returncode == 2
     went_on = study("run", "tiny.yaml", f"storage={folder.parent}", "tracking_uri=none", *words)

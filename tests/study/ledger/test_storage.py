@@ -472,7 +472,7 @@ def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was
         assert condition(folder, read(folder)) == "stopped"
         done = [e["epoch"] for e in open_ledger(folder).events if e["event"] == "report"]
     fourth = os.environ | {object_store.CACHE: str(tmp_path / "fourth")}
-    resume = [sys.executable, "-m", "study", "resume", NAME, "--storage", url]
+    resume = [sys.executable, "-m", "study", "run", "--resume", NAME, "--storage", url]
     last = subprocess.run(resume, env=fourth, capture_output=True, text=True, timeout=TIMEOUT)
     assert last.returncode == 0, last
     assert weights(f"{url}/{NAME}") == expected

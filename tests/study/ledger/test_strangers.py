@@ -300,7 +300,7 @@ def test_a_note_without_a_view_is_no_link(tiny: Tiny, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["state.json", "tensors"])
-@pytest.mark.parametrize("command", ["doctor", "sync"])
+@pytest.mark.parametrize("command", ["doctor", "mlflow sync"])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(
     tiny: Tiny, tmp_path: Path, name: str, command: str
 ) -> None:
@@ -317,8 +317,10 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(
     os.mkfifo(file)
     with pytest.raises((ValueError, OSError)):
         load_checkpoint(folder)
-    to = ["--tracking-uri", f"sqlite:///{tmp_path}/own.db"] if command == "sync" else []
-    assert main([command, "piped", *to, "--storage", study.storage]) == (command == "doctor")
+    to = ["--tracking-uri", f"sqlite:///{tmp_path}/own.db"] if command != "doctor" else []
+    assert main([*command.split(), "piped", *to, "--storage", study.storage]) == (
+        command == "doctor"
+    )
 
 
 @pytest.mark.timeout(60)
@@ -328,7 +330,7 @@ def test_a_tracking_lock_that_is_a_link_is_named(
     study = made_up(tiny, "linked", tmp_path)
     (study.folder / TRACKING_LOCK).symlink_to(victim / "file")
     to = ["--tracking-uri", f"sqlite:///{tmp_path}/own.db", "--storage", study.storage]
-    for command in (["report"], ["sync"], ["reconcile"]):
+    for command in (["report"], ["mlflow", "sync"], ["mlflow", "verify", "--repair"]):
         with suppress(UserError):
             assert main([*command, "linked", *to]) == 2
         said = capsys.readouterr()

@@ -110,5 +110,5 @@ def test_damage_is_found_and_repaired_as_the_guide_says(
             store.remove(name)
     store.put("ledger/0000000001.jsonl", (copy / "ledger.jsonl").read_bytes())
     assert elsewhere("doctor", "tiny").returncode == 0
-    resumed = elsewhere("resume", "tiny")
+    resumed = elsewhere("run", "--resume", "tiny")
     assert "4 of 4 trials are finished" in resumed.stdout, resumed.stderr

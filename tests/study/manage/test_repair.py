@@ -426,10 +426,10 @@ def test_a_damaged_study_is_shown_and_says_so(
     assert main(["report", "tiny", "--storage", study.storage]) == 0
     assert "DAMAGED: the ledger is damaged: line" in capsys.readouterr().out
     for command in (
-        ["sync", "tiny"],
-        ["reconcile", "tiny"],
+        ["mlflow", "sync", "tiny"],
+        ["mlflow", "verify", "--repair", "tiny"],
         ["import", "tiny", "tiny"],
-        ["resume", "tiny", "--plain"],
+        ["run", "--resume", "tiny", "--plain"],
     ):
         assert main([*command, "--storage", study.storage]) == 2  # a loss must not spread
         assert "--repair" in capsys.readouterr().err

@@ -169,21 +169,24 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     ("arguments", "said"),
     [
         (["status", "nowhere"], "no such study"),
+        (["status", "thre"], "study 'thre': no such study (did you mean 'there'?) in "),
         (["show", "there", "zzz"], "no trials match"),
-        (["pause", "there"], "is not running; to continue it: lns-study resume there"),
+        (["pause", "there"], "is not running; to continue it: lns-study run --resume there"),
+        (["run", "--extend", "there"], "as it is: `lns-study run --resume there"),
+        (["run", "--extend", "there", "name=other"], "would be another study"),
+        (["run", "--extend", "there", "trial.epoch=3"], "(did you mean 'trial.epochs'?)"),
+        (["run", "--extend", "there", "model=mlp_128"], "set its keys instead"),
+        (["run", "--resume", "there", "--small"], "name there-small"),
         (
-            ["edit", "there", "limits.trials=3"],
-            "to change its limits: lns-study extend there limits.trials=3",
+            ["run", "there", "seeds=[0,1]"],
+            "to change it: `lns-study run --extend there 'seeds=[0,1]'",
         ),
-        (["extend", "there", "name=other"], "would be another study"),
-        (["extend", "there", "trial.epoch=3"], "unknown key (did you mean 'trial.epochs'?)"),
-        (["extend", "there", "model=mlp_128"], "set its keys instead"),
-        (["resume", "there", "seeds=[0,1]"], "to change it: `lns-study extend there 'seeds=[0,1]'"),
-        (["retry", "there", "trial.epochs=9"], "only address, insecure, cpus"),
+        (["run", "--retry-failed", "there", "trial.epochs=9"], "only address, insecure, cpus"),
+        (["run", "--resume", "nowhere"], "no such study"),
         (["import", "there", "nowhere"], "no such study"),
         (["export", "there", "-o", "x.xlsx"], "must be one of csv, json, jsonl, parquet"),
         (["export", "there", "-o", "/nowhere/x.csv"], "cannot be written"),
-        (["rerun", "there", "zzz"], "no trials match"),
+        (["run", "there", "--verify", "zzz"], "no trials match"),
     ],
 )
 def test_what_cannot_be_done_says_why(
@@ -195,15 +198,19 @@ def test_what_cannot_be_done_says_why(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["resume"], ["extend", "seeds=[0,1]"], ["reconcile"], ["sync"]])
+@pytest.mark.parametrize(
+    "words",
+    ["run --resume", "run", "run --extend seeds=[0,1]", "mlflow verify --repair", "mlflow sync"],
+)
 def test_a_renamed_folder_is_refused_by_what_would_write_to_another(
-    local: Tiny, capsys: pytest.CaptureFixture[str], words: list[str]
+    local: Tiny, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     study = local("before", f"tracking_uri=sqlite:///{Path(local('x').storage).parent}/m.db")
     copy = write(study, made_up_events(study)).rename(study.folder.with_name("after"))
     lines_before = (copy / "ledger.jsonl").read_bytes()
-    verb, *overrides = words
-    assert main([verb, "after", *overrides, "--storage", study.storage]) == 2
+    changes = [word for word in words.split() if "=" in word]
+    verb = [word for word in words.split() if "=" not in word]
+    assert main([*verb, "after", *changes, "--storage", study.storage]) == 2
     assert "renamed folder, or a copy, of the study 'before'" in capsys.readouterr().err
     assert [path.name for path in Path(study.storage).iterdir()] == ["after"]
     assert (copy / "ledger.jsonl").read_bytes() == lines_before
@@ -266,20 +273,22 @@ def test_a_running_study_is_told_not_touched(
         edited: list[dict[str, Any]] = []
         control = Control(folder, fold(ledger.history), LimitsConfig(), edited.append)
         assert control.decide(fresh=True).wish == Wish.RUN
-        for verb in ("pause", "stop", "cancel"):
-            assert main([verb, "busy", *storage]) == 0
-            assert control.decide(fresh=True).wish == Wish[verb.upper()]
-        assert main(["resume", "busy", *storage]) == 0
+        asked = {"pause": Wish.PAUSE, "stop": Wish.STOP, "stop --now": Wish.CANCEL}
+        for words, wish in asked.items():
+            assert main([*words.split(), "busy", *storage]) == 0
+            assert control.decide(fresh=True).wish == wish
+        assert main(["run", "--resume", "busy", *storage]) == 0
         assert control.decide(fresh=True).wish == Wish.RUN
-        assert main(["edit", "busy", *storage, "limits.trials=7", "limits.hours=2.5"]) == 0
+        extend = ["run", "--extend", "busy", *storage]
+        assert main([*extend, "limits.trials=7", "limits.hours=2.5"]) == 0
         control.decide(fresh=True)
         assert edited == [
             {"trials": 7, "hours": 2.5, "gpu_hours": None, "joules": None, "failures": None}
         ]
-        assert main(["retry", "busy", *storage]) == 2
-        assert main(["resume", "busy", *storage, "address=null"]) == 2
+        assert main(["run", "--retry-failed", "busy", *storage]) == 2
+        assert main(["run", "--resume", "busy", *storage, "address=null"]) == 2
         assert capsys.readouterr().err.count("is running; wait for it, or stop it with") == 2
-        assert main(["edit", "busy", *storage, "seeds=[1]"]) == 2
+        assert main([*extend, "seeds=[1]"]) == 2
         assert "only limits can be changed" in capsys.readouterr().err
     assert (folder / CONTROL).exists()
 
@@ -291,9 +300,10 @@ def test_a_running_study_of_a_folder_that_cannot_be_written_is_not_steered(
     study = local("others")
     folder = write(study, made_up_events(study)[:3])
     with Ledger(folder), read_only(folder):
-        for words in (["pause"], ["stop"], ["cancel"], ["resume"], ["edit", "limits.trials=7"]):
-            verb, *changes = words
-            assert main([verb, "others", "--storage", study.storage, *changes]) == 2
+        extend = ["run", "--extend", "limits.trials=7"]
+        for words in (["pause"], ["stop"], ["stop", "--now"], ["run", "--resume"], extend):
+            verb, changes = words[:2], words[2:]
+            assert main([*verb, "others", "--storage", study.storage, *changes]) == 2
             assert f"study={str(folder)!r}: must be a folder that can be written" in (
                 capsys.readouterr().err
             )
@@ -304,11 +314,34 @@ def test_a_study_of_a_cluster_goes_on_without_it(
 ) -> None:
     study = local("launched", "address=192.0.2.1:6379", "trial.epochs=1")
     folder = write(study, made_up_events(study)[:1])
-    words = ["resume", "launched", "--plain", "--storage", study.storage]
+    words = ["run", "--resume", "launched", "--plain", "--storage", study.storage]
     assert main([*words, "address=null", "cpus=2"]) == 0, capsys.readouterr()
     state = fold(read_ledger(folder))
     assert [trial.status for trial in state.trials] == [FINISHED] * len(state.trials)
     assert state.config.address is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "ran", "code"),
+    [
+        ([], ["failed", "finished"], 1),
+        (["--resume"], ["failed", "finished"], 1),
+        (["--retry-failed"], ["finished", "planned"], 3),
+        (["--extend"], ["finished", "finished"], 0),
+    ],
+)
+def test_a_stored_study_runs_what_an_option_selects(
+    local: Tiny, capsys: pytest.CaptureFixture[str], mode: list[str], ran: list[str], code: int
+) -> None:
+    """One trial has failed, the other has not begun. ``run NAME`` finds no config of this name."""
+    study = local("selected", "trial.epochs=1")
+    events = made_up_events(study)[:1]
+    lost = events[0]["trials"][0]["id"]
+    events.append({"event": "failed", "time": 2.0, "trial": lost, "error": "boom"})
+    folder = write(study, events)
+    words = [*mode, "selected", *(["limits.hours=1"] if mode == ["--extend"] else [])]
+    assert main(["run", *words, "--plain", "--storage", study.storage]) == code, capsys.readouterr()
+    assert [trial.status for trial in fold(read_ledger(folder)).trials] == ran
 
 
 def test_wishes_of_an_earlier_run_are_forgotten_and_those_of_a_start_are_not(local: Tiny) -> None:
@@ -421,9 +454,9 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("slots", [[], ["--slots"]])
 def test_what_is_planned_of_a_damaged_study_names_the_damage_first(
-    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], slots: list[str]
 ) -> None:
     study = local("damaged")
     folder = write(study, made_up_events(study))
@@ -431,15 +464,14 @@ def test_what_is_planned_of_a_damaged_study_names_the_damage_first(
     (folder / "ledger.jsonl").write_text(text.replace('"started"', '"star', 1))
     config = tmp_path / "tiny.yaml"
     words = [str(config), "name=damaged", f"storage={study.storage}", "tracking_uri=none"]
-    assert main([command, *words]) == 0
+    assert main(["plan", *words, *slots]) == 0
     said = capsys.readouterr()
     assert "damaged: the ledger is damaged: line 2" in said.err
     assert "doctor damaged --repair" in said.err
-    assert ("`lns-study run` would refuse" in said.err) == (command == "plan")
+    assert ("`lns-study run` would refuse" in said.err) == (not slots)
     assert "2 trials" in said.out
-    if command == "simulate":
-        assert main([command, "damaged", "--storage", study.storage]) == 0
-        assert "damaged: the ledger is damaged: line 2" in capsys.readouterr().err
+    assert main(["plan", "damaged", "--storage", study.storage, *slots]) == 0
+    assert "damaged: the ledger is damaged: line 2" in capsys.readouterr().err
 
 
 def test_a_plan_of_a_study_whose_ledger_is_whole_says_nothing_of_damage(
@@ -459,10 +491,12 @@ def test_a_retry_of_nothing_says_so_and_runs_nothing(
     study = local("retried")
     folder = write(study, made_up_events(study)[:cut])
     before = (folder / "ledger.jsonl").read_bytes()
-    assert main(["retry", "retried", "--storage", study.storage]) == 0
+    assert main(["run", "--retry-failed", "retried", "--storage", study.storage]) == 0
     said = capsys.readouterr().out
     assert said.startswith("retried: no trial has failed, so there is nothing to retry")
-    assert ("; 1 are left, run them with: lns-study resume retried" in said) == (cut is not None)
+    assert ("; 1 are left, run them with: lns-study run --resume retried" in said) == (
+        cut is not None
+    )
     assert (folder / "ledger.jsonl").read_bytes() == before
 
 

@@ -85,7 +85,7 @@ def test_simulated_are_the_runs_that_confirm_too(
 ) -> None:
     study = tiny("simulated", "baseline=null", "trial.epochs=100", GRID, *CONFIRMED)
     write_ledger(study, made_up_events(study))
-    assert main(["simulate", str(study.folder), "--slots", "4", "--seconds", "10"]) == 0
+    assert main(["plan", str(study.folder), "--slots", "4", "--seconds", "10"]) == 0
     said, _, four = capsys.readouterr().out.splitlines()
     assert said == "simulated: 10 trials, 6 of which confirm the best"
     assert four.split()[:6] == ["4", "5", "min", "83", "%", "0"]
@@ -108,7 +108,7 @@ def test_a_gang_takes_as_many_simulated_slots_as_workers(
     """Six trials of one worker and six of four, each three epochs of a second, on four slots."""
     study = tiny("gangs", MIXED, "baseline=null", "seeds=[0,1,2,3,4,5]", "trial.epochs=3")
     write_ledger(study, made_up_events(study))
-    words = ["simulate", str(study.folder), "--slots", "1", "4", "--seconds", "10"]
+    words = ["plan", str(study.folder), "--slots", "1", "4", "--seconds", "10"]
     assert main(words) == 0
     _, _, one, four = capsys.readouterr().out.splitlines()
     assert one.split() == ["1", *["6", "trials", "of", "more", "workers"], *["-"] * 5]

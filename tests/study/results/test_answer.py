@@ -73,7 +73,7 @@ def test_an_open_row_comes_with_the_command_that_decides_it(tiny: Tiny) -> None:
     assert told.startswith(
         "Open: lns matmul (-0.31 to +0.45 points, wider than the margin of 0.20)."
     )
-    (change,) = re.findall(r"extend results '(seeds=\[[\d,]+\])'", told)
+    (change,) = re.findall(r"run --extend results '(seeds=\[[\d,]+\])'", told)
     state = fold(events)
     more = extended(state, [change])
     added = len(more.seeds) - 3
@@ -90,7 +90,7 @@ def test_a_search_that_confirms_is_given_more_seeds_to_confirm_with(tiny: Tiny) 
         "search={num_samples: 3, confirm: 2, confirm_seeds: [101, 102]}",
     )  # fmt: skip
     told = said(made_up_events(study))
-    assert "extend confirmed 'search.confirm_seeds=[101,102,103,104]'" in told
+    assert "run --extend confirmed 'search.confirm_seeds=[101,102,103,104]'" in told
     assert "(8 more trials, about " in told
 
 
@@ -158,7 +158,7 @@ def test_rows_that_differ_alike_at_every_seed_are_not_tested(tiny: Tiny) -> None
 def test_with_one_seed_nothing_is_compared(tiny: Tiny) -> None:
     told = said(with_errors(tiny("results", "seeds=[0]"), {"float32": [2.0], "lns matmul": [2.5]}))
     assert told.startswith("Nothing is compared: one seed has no interval. To compare the rows,")
-    assert "extend results 'seeds=[0,1,2]'" in told
+    assert "run --extend results 'seeds=[0,1,2]'" in told
     assert "(4 more trials, about " in told
 
 

@@ -144,7 +144,8 @@ def test_texts_of_a_ledger_are_escaped_in_the_live_page(tiny: Tiny) -> None:
 def test_connections_that_send_nothing_keep_nobody_out(tiny: Tiny) -> None:
     study, port = tiny("live held"), free_port()
     write_ledger(study, made_up_events(study))
-    words = [sys.executable, "-m", "study", "dashboard", str(study.folder), f"--port={port}"]
+    options = ["--serve", f"--port={port}"]
+    words = [sys.executable, "-m", "study", "report", str(study.folder), *options]
     with open_files(512):
         server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:

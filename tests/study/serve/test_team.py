@@ -370,7 +370,15 @@ def test_a_ledger_is_sent_by_who_has_logged_in(
     study = tracked("of a team", f"tracking_uri={team[0]}", "seeds=[0,1]")
     events = made_up_events(study)
     write_ledger(study, events)
-    arguments = ("sync", study.slug, "--storage", study.storage, "--tracking-uri", team[0])
+    arguments = (
+        "mlflow",
+        "sync",
+        study.slug,
+        "--storage",
+        study.storage,
+        "--tracking-uri",
+        team[0],
+    )
     assert_refused(
         lns_study(*arguments, cwd=tmp_path),
         "requires a valid login",
@@ -410,7 +418,7 @@ def test_a_password_in_the_uri_logs_in_and_later_comes_from_the_environment(
     assert send(study, made_up_events(study), report_in(tmp_path))[0] == ""
     assert is_equal(study)
     named = team[0].replace("//", "//ada:***@")
-    arguments = ("sync", study.slug, "--storage", study.storage, "--tracking-uri", named)
+    arguments = ("mlflow", "sync", study.slug, "--storage", study.storage, "--tracking-uri", named)
     assert_refused(
         lns_study(*arguments, cwd=tmp_path), "ada:***@", "not stored", "MLFLOW_TRACKING_PASSWORD"
     )

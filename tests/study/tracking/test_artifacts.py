@@ -25,7 +25,7 @@ from tests.study.conftest import TINY, made_up_events, write_ledger
 from tests.study.tracking.conftest import Tiny, break_store, runs_of, send
 from trainers.checkpoint.manifest import STATE, sealed
 
-COMMANDS = [["report"], ["sync"], ["reconcile"]]
+COMMANDS = [["report"], ["mlflow", "sync"], ["mlflow", "verify", "--repair"]]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def strangers(tracked: Tiny, name: str, place: str) -> StudyConfig:
 def test_no_run_has_files_put_into_a_folder_of_the_readers(
     tracked: Tiny, victim: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study = strangers(tracked, f"puts {command[0]}", victim.as_uri())
+    study = strangers(tracked, f"puts {command[-1]}", victim.as_uri())
     assert main([*command, study.slug, "--storage", study.storage]) > 0
     said = "".join(capsys.readouterr())
     assert victim.as_uri() in said
@@ -65,7 +65,7 @@ def test_no_run_has_files_put_into_a_folder_of_the_readers(
 def test_no_experiment_leads_files_into_a_folder_of_the_readers(
     tracked: Tiny, victim: Path, command: list[str]
 ) -> None:
-    study = tracked(f"experiment {command[0]}")
+    study = tracked(f"experiment {command[-1]}")
     events = made_up_events(study)
     connect(study.tracking).create_experiment(study.name, artifact_location=victim.as_uri())
     write_ledger(study, events)
@@ -86,8 +86,8 @@ def test_a_storage_that_is_copied_with_its_database_keeps_its_artifacts(
     uri, before = f"sqlite:///{copied}/mlflow.db", places(Path(study.storage))
     assert all(f"{tmp_path}/a%201/" in place for place in before), before
     if command == "sync":
-        assert main(["sync", study.slug, "--storage", str(copied)]) == 0
-        assert main(["reconcile", "--check", study.slug, "--storage", str(copied)]) == 0
+        assert main(["mlflow", "sync", study.slug, "--storage", str(copied)]) == 0
+        assert main(["mlflow", "verify", study.slug, "--storage", str(copied)]) == 0
     elif command == "run":
         there = dataclasses.replace(study, storage=str(copied))
         assert send(there, events)[0] == ""
@@ -162,7 +162,7 @@ def test_a_login_goes_to_no_address_of_artifacts(
     for scheme in ("", "mlflow-artifacts:"):
         place = f"{web.uri}/x" if not scheme else f"{scheme}{web.uri.removeprefix('http:')}/x"
         study = strangers(tracked, f"web {bool(scheme)}", place)
-        assert main(["sync", study.slug, "--storage", study.storage]) == 1
+        assert main(["mlflow", "sync", study.slug, "--storage", study.storage]) == 1
     assert web.heard == []
 
 
@@ -172,7 +172,7 @@ def test_only_the_files_of_the_report_just_written_are_sent(tracked: Tiny) -> No
     (folder / "report").mkdir()
     for name in ("__init__.py", "report.html", "evil.html"):
         (folder / "report" / name).write_text("a stranger's")
-    assert main(["sync", study.slug, "--storage", study.storage]) == 0
+    assert main(["mlflow", "sync", study.slug, "--storage", study.storage]) == 0
     client, parent, _ = runs_of(study)
     sent = {file.path: file for file in client.list_artifacts(parent.info.run_id, "report")}
     assert {"report/report.html", "report/report.md", "report/figures.json"} <= sent.keys()
@@ -239,7 +239,7 @@ def test_a_server_keeps_artifacts_itself_and_names_no_other() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [["sync"], ["reconcile"], ["report"]])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_database_outside_the_storage_is_written_if_its_reader_names_it(
     tracked: Tiny, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,7 +249,7 @@ def test_a_database_outside_the_storage_is_written_if_its_reader_names_it(
     (tmp_path / "link.db").symlink_to(other)
     for number, uri in enumerate((f"sqlite:///{other}", f"sqlite:///{tmp_path}/link.db")):
         own = f"storage={tmp_path}/studies{number}"
-        study = tracked(f"outside {command[0]}", own, f"tracking_uri={uri}")
+        study = tracked(f"outside {command[-1]}", own, f"tracking_uri={uri}")
         write_ledger(study, made_up_events(study))
         words = [*command, study.slug, "--storage", study.storage]
         assert main(words) == (0 if command == ["report"] else 2)
@@ -268,7 +268,7 @@ def test_a_database_of_another_user_is_written_if_its_reader_names_it(
     path = Path(study.tracking.removeprefix("sqlite:///"))
     given = path if owned == "the database" else path.parent
     monkeypatch.setattr(address, "owner_of", lambda place: 12345 if place == given else 0)
-    words = ["sync", study.slug, "--storage", study.storage]
+    words = ["mlflow", "sync", study.slug, "--storage", study.storage]
     assert main(words) == 2
     said = capsys.readouterr().err
     assert f"{given} belongs to another user" in said

@@ -27,7 +27,9 @@ from study.tracking.writer import connect
 from tests.study.conftest import copy_database, made_up_events, write_ledger
 
 Tiny = Callable[..., StudyConfig]
-COMMANDS = ["report", "sync", "reconcile --check", "report --verify", "doctor", "ui", "ui --team"]
+COMMANDS = [
+    "report", "mlflow sync", "mlflow verify", "report --verify", "doctor", "ui", "ui --team",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -70,11 +72,10 @@ def leave_journal(database: Path, target: Path) -> None:
 
 def give(study: StudyConfig, command: str) -> subprocess.CompletedProcess[str]:
     """Run a command on the study in a separate process, which must not wait."""
-    word, *options = command.split()
-    named = [] if word == "ui" else ["stored"]
+    words = command.split()
+    more = ["--port", "0"] if words[0] == "ui" else ["stored"]
     return subprocess.run(
-        [sys.executable, "-m", "study", word, *named, *options, "--storage", study.storage,
-         *(["--port", "0"] if word == "ui" else [])],
+        [sys.executable, "-m", "study", *words, *more, "--storage", study.storage],
         capture_output=True, text=True, timeout=60,
         env=os.environ | {"MLFLOW_AUTH_ADMIN_PASSWORD": "a password of 24 letters"},
     )  # fmt: skip

@@ -67,19 +67,13 @@ def test_reconcile_finds_and_mends(
         send(study, made_up_events(study))
     _, _, (run, *_) = runs_of(study)
     break_store(study, statement.format(run=run.info.run_id))
-    words = [
-        "reconcile",
-        "reconciled",
-        "--storage",
-        study.storage,
-        "--tracking-uri",
-        study.tracking,
-    ]
-    assert main([*words, "--check"]) == 1
+    words = ["mlflow", "verify", "reconciled", "--storage", study.storage]
+    words += ["--tracking-uri", study.tracking]
+    assert main(words) == 1
     assert re.search(said, capsys.readouterr().out)
-    assert main(words) == 0
+    assert main([*words, "--repair"]) == 0
     assert "2 runs" in capsys.readouterr().out
-    assert main([*words, "--check"]) == 0
+    assert main(words) == 0
 
 
 def test_the_final_figure_is_the_latest_where_the_last_epoch_reported_one(
@@ -100,9 +94,9 @@ def test_the_final_figure_is_the_latest_where_the_last_epoch_reported_one(
     assert is_equal(study)
     write_report(fold(events), study.folder / "report")
     words = ["final", "--storage", study.storage, "--tracking-uri", study.tracking]
-    assert main(["sync", *words]) == 0
+    assert main(["mlflow", "sync", *words]) == 0
     assert main(["report", *words, "--verify"]) == 0, capsys.readouterr().out
-    assert main(["reconcile", *words, "--check"]) == 0
+    assert main(["mlflow", "verify", *words]) == 0
     history = client.get_metric_history(runs[0].info.run_id, "test/error")
     assert len(history) == study.trial.epochs + 1
 
@@ -135,9 +129,9 @@ def test_sync_finds_and_mends_what_a_run_that_ended_lacks(
     run = runs_of(study)[2][0].info.run_id
     break_store(study, statement.format(run=run))
     words = [study.slug, "--storage", study.storage]
-    assert main(["reconcile", *words, "--check"]) == 1
+    assert main(["mlflow", "verify", *words]) == 1
     assert said in capsys.readouterr().out
-    assert main(["sync", *words]) == 0
+    assert main(["mlflow", "sync", *words]) == 0
     assert "MLflow has everything" in capsys.readouterr().out
     assert is_equal(study)
     assert run in {run.info.run_id for run in runs_of(study)[2]}
@@ -152,10 +146,10 @@ def test_sync_deletes_nothing_and_names_what_is_too_much(
     break_store(
         study, f"UPDATE metrics SET value=7 WHERE key='train/loss' AND step=2 AND run_uuid='{run}'"
     )
-    assert main(["sync", study.slug, "--storage", study.storage]) == 1
+    assert main(["mlflow", "sync", study.slug, "--storage", study.storage]) == 1
     said = capsys.readouterr()
     assert "train/loss = 7.0 at step 2" in said.err
-    assert "lns-study reconcile" in said.err
+    assert "lns-study mlflow verify --repair" in said.err
     assert "MLflow has everything" not in said.out
     assert run in {run.info.run_id for run in runs_of(study)[2]}
 
@@ -170,8 +164,8 @@ def test_what_helps_where_the_database_is_damaged_is_said(
     assert send(study, made_up_events(study))[0] == ""
     break_store(study, "UPDATE params SET value=CAST(x'64be' AS TEXT)")
     words = [study.slug, "--storage", study.storage, "--tracking-uri", study.tracking]
-    for command in ("sync", "reconcile", "report"):
-        assert main([command, *words]) == 1
+    for command in (["mlflow", "sync"], ["mlflow", "verify", "--repair"], ["report"]):
+        assert main([*command, *words]) == 1
         assert f"if {place} is damaged, end what uses it and rename it" in capsys.readouterr().err
 
 
@@ -214,7 +208,7 @@ def test_reconcile_keeps_runs_whose_params_changed_without_changing_the_trial(
     assert before.false == {}
     assert after.equal
     assert client.get_run(run.info.run_id).info.lifecycle_stage == "active"
-    assert main(["sync", study.slug, "--storage", study.storage]) == 0
+    assert main(["mlflow", "sync", study.slug, "--storage", study.storage]) == 0
 
 
 def test_reconcile_keeps_runs_of_trials_that_were_changed_when_memory_ran_out(
@@ -261,7 +255,7 @@ def test_a_run_that_is_made_anew_keeps_its_users_tags(tracked: Tiny) -> None:
     assert (anew.data.tags["mlflow.note.content"], anew.data.tags["paper"]) == ("mine", "figure 3")
 
 
-@pytest.mark.parametrize("command", ["sync", "reconcile"])
+@pytest.mark.parametrize("command", ["sync", "verify --repair"])
 def test_children_of_a_deleted_parent_run_are_found_and_put_under_the_new_one(
     tracked: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -270,7 +264,7 @@ def test_children_of_a_deleted_parent_run_are_found_and_put_under_the_new_one(
     client, parent, children = runs_of(study)
     client.delete_run(parent.info.run_id)
     words = [study.slug, "--storage", study.storage]
-    assert main([command, *words]) == 0
+    assert main(["mlflow", *command.split(), *words]) == 0
     _, anew, moved = runs_of(study)  # which looks at their parent
     assert anew.info.run_id != parent.info.run_id
     assert {run.info.run_id for run in moved} == {run.info.run_id for run in children}
@@ -280,7 +274,7 @@ def test_children_of_a_deleted_parent_run_are_found_and_put_under_the_new_one(
     break_store(
         study, f"UPDATE tags SET value='{parent.info.run_id}' WHERE value='{anew.info.run_id}'"
     )
-    assert main(["reconcile", *words, "--check"]) == 1
+    assert main(["mlflow", "verify", *words]) == 1
     assert "the parent run" in capsys.readouterr().out
 
 

@@ -80,7 +80,7 @@ def test_a_dead_server_and_a_dead_writer_lose_nothing(tracked: Tiny, server: Ser
         server.start()
         assert tracker.close(None) == ""
     assert "does not answer" in said[0]
-    assert "lns-study sync" in said[0]
+    assert "lns-study mlflow sync" in said[0]
     assert len(opened) == 1
     assert {run.info.status for run in [runs_of(study)[1], *runs_of(study)[2]]} == {"FINISHED"}
     assert is_equal(study)
@@ -165,7 +165,7 @@ def test_a_study_trains_while_another_process_locks_the_database(
         if mode == "wal":
             assert "database is locked" in outcome.tracking_error
             assert any("is locked by another process" in line for line in said)
-            assert any("lns-study sync" in line for line in said)
+            assert any("lns-study mlflow sync" in line for line in said)
             with pytest.raises(ValueError, match=r"is locked by another process.*fuser"):
                 check_tracking(study.tracking)
     assert sync(study.folder, study.tracking, study.folder.parent / "artifacts", None, print) == ""
@@ -186,7 +186,7 @@ def test_a_study_trains_while_files_of_its_side_processes_are_links(
     said: list[str] = []
     outcome = run_study(study, SilentView(), said.append)
     assert {trial.status for trial in outcome.state.trials} == {FINISHED}
-    for name, text in ((LOCK, "lns-study sync"), (SINKS_LOCK, "next run")):
+    for name, text in ((LOCK, "lns-study mlflow sync"), (SINKS_LOCK, "next run")):
         (line,) = [line for line in said if f"{name}: is a link to {other}" in line]
         assert "must be a regular file: remove or replace it" in line
         assert text in line
