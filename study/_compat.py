@@ -6,6 +6,7 @@ changes one.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,6 +81,30 @@ def reread_ray_variables() -> None:
 
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
+
+
+RAY_RECONNECTS = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Variable with the seconds after which Ray ends a process whose control store is gone."""
+
+
+@contextmanager
+def joined_for_good() -> Iterator[None]:
+    """Join a Ray that does not end this process 60 s after its control store has died.
+
+    A call that waits for a dead control store outlives ``ray.shutdown()``. It ends the process even
+    if the process has joined another Ray since (Ray 2.60). Processes that start within this context
+    inherit the variable.
+    """
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
+    before = os.environ.get(RAY_RECONNECTS)
+    os.environ[RAY_RECONNECTS] = before or str(10**9)
+    Config.initialize("")  # Ray makes its first client with the values of its import
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[RAY_RECONNECTS]
 
 
 def latest_metrics(run: Any) -> list[Any]:

@@ -3,7 +3,7 @@ a session that exists already.
 
 The process that drives a study joins its Ray. If the node that it has joined dies, the driver joins
 again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends the study
-cleanly, before Ray would kill the driver after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
+cleanly. Ray would end the process after 60 s (:func:`study._compat.joined_for_good`).
 
 If a Ray that we started (:mod:`study.execution.tune.own_ray`) dies, it is started and joined again.
 The running trials then resume from their checkpoints.
@@ -26,7 +26,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from study._compat import RAY_WORKERS_AT_START, cluster_use, draining_nodes, joined_on_loopback
+from study._compat import (
+    RAY_WORKERS_AT_START,
+    cluster_use,
+    draining_nodes,
+    joined_for_good,
+    joined_on_loopback,
+)
 from study.config import StudyConfig
 from study.errors import UserError
 from study.execution.ray_token import asks_nobody, check_token, keep_token
@@ -162,12 +168,13 @@ class Joined(Session):
 
         check_token(self._given, self._insecure)
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            address=self._given,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            runtime_env=self._environment,
-        )
+        with joined_for_good():
+            ray.init(
+                address=self._given,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                runtime_env=self._environment,
+            )
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
             signal.signal(signal.SIGCONT, self._go_on)

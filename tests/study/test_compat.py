@@ -143,9 +143,9 @@ def test_ray_reads_the_variables_and_writes_the_file_that_studies_name() -> None
 
     assert RAY_JOB_CONFIG_JSON_ENV_VAR == _compat.RAY_JOB, "Ray: another variable identifies jobs"
     library = (Path(ray.__file__).parent / "_raylet.so").read_bytes()
-    assert _compat.RAY_WORKERS_AT_START.removeprefix("RAY_").encode() in library, (
-        f"Ray: it reads no {_compat.RAY_WORKERS_AT_START}"
-    )
+    for variable in (_compat.RAY_WORKERS_AT_START, _compat.RAY_RECONNECTS):
+        name = variable.removeprefix("RAY_")
+        assert name.encode() in library, f"Ray: it reads no {variable}"
     assert ENABLE_RAY_CLUSTERS_ENV_VAR in _compat.RAY_FOR_NOBODY_ELSE, (
         "Ray: another variable has it listen on 127.0.0.1"
     )

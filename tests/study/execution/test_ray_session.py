@@ -167,6 +167,30 @@ def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path
     assert trial.restarts in (1, 2)
 
 
+OUTLIVES = """
+import time, psutil
+from study.config import StudyConfig
+from study.execution.ray_session import ray_session
+with ray_session(StudyConfig(cpus=1)) as session:
+    for part in psutil.Process().children(recursive=True):
+        if part.name() == "gcs_server":
+            part.kill()
+    time.sleep(3)  # a call waits for the dead control store
+    session.look()
+    assert session.lost
+    assert session.renew()
+    time.sleep(65)
+    session.look()
+    print("here", session.lost or session.silent)
+"""
+
+
+@pytest.mark.slow
+def test_a_driver_outlives_the_minute_after_which_ray_would_end_it() -> None:
+    said = subprocess.run([sys.executable, "-c", OUTLIVES], capture_output=True, text=True)
+    assert said.stdout.split() == ["here"], said.stderr
+
+
 @pytest.mark.slow
 def test_rays_of_our_own_start_beside_each_other() -> None:
     """By default every Ray uses the same ports for its dashboard, client server and agent."""
