@@ -436,9 +436,9 @@ def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
 
     def audited() -> list[int]:
         mended = [["mlflow", "verify", "--repair"]] if fault in DAMAGE else []
-        words = [["mlflow", "sync"], *mended, ["mlflow", "verify"]]
-        ends = ("--tracking-uri", tracking)
-        return [study(folder, first, "faults", *more, *ends) for first, *more in words]
+        commands = [["mlflow", "sync"], *mended, ["mlflow", "verify"]]
+        ends = ("faults", "--tracking-uri", tracking)
+        return [study(folder, *command, *ends) for command in commands]
 
     codes = audited()
     if fault == "database" and any(codes):

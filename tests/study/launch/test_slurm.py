@@ -53,7 +53,8 @@ DISTURBANCES = {
     "requeue": 'scontrol requeue "$(job %i)"; requeued',
     "preemption": "sbatch --partition=urgent --nodes=2 --exclusive --wrap='sleep 1'; requeued",
     "grace": "sbatch --partition=urgent --nodes=2 --exclusive --wrap='sleep 1'; requeued",
-    "ended": "python -m study cancel tiny --storage studies; wait $launched; launch & launched=$!",
+    "ended": "python -m study stop --now tiny --storage studies; wait $launched; launch &"
+    " launched=$!",
     "cancelled": 'scancel "$(job %i)"; wait $launched && exit 1; launch & launched=$!',
 }
 GRACE = {"grace": {"GRACE": "60"}}
