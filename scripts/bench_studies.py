@@ -85,10 +85,11 @@ def measure(words: str, storage: Path | None, *, launch: bool, code: Path) -> di
         *("name=bench", f"storage={place}"),
         *([] if launch else ["--plain"]),
     ]
+    paths = (str(code), os.environ.get("PYTHONPATH"))
     began = time.time()
     done = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": str(code)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -129,7 +129,7 @@ class Hosts:
         """
         first, self._looked = self._looked < 0, time.monotonic()
         for host in self._hosts.values() if first else ():
-            host.needed = self._looked  # nobody could need it before
+            host.needed = self._looked  # idle time counts from the first look
         nodes = {node["NodeID"]: node for node in self._nodes() if node["Alive"]}
         self._drain({n: node for n, node in nodes.items() if node.get("Draining")}, used)
         self._end_idle(waiting, used)

@@ -108,6 +108,30 @@ def test_the_view_of_a_search_shows_what_it_varies_before_it_has_trials(tiny: Ti
     assert "error-optimizer.lr" in charts
 
 
+SEARCH = ("space={optimizer.lr: {loguniform: [0.01, 1]}}", "search={num_samples: 2}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "by_row"),
+    [
+        (["seeds=[0,1]"], True),
+        (["seeds=[0]"], False),
+        (["seeds=[0,1]", "rows=[{label: float32}]", "baseline=null"], False),
+        (["seeds=[0,1]", *SEARCH], False),
+    ],
+    ids=["rows and seeds", "one seed", "one row", "search"],
+)
+def test_the_view_averages_seeds_by_row_but_not_configurations(
+    tiny: Tiny, overrides: list[str], by_row: bool
+) -> None:
+    state = view_state(make_plan(tiny("a view", *overrides)).to_event())
+    grouped = {
+        "aggregateFunction": "average",
+        "groupByKeys": [{"mode": "tag", "groupByData": "row"}],
+    }
+    assert state["groupBy"] == (grouped if by_row else None)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
