@@ -55,7 +55,7 @@ from ray import tune
 from study.api import run_study
 from study.config import RowConfig, StudyConfig
 from study.config.compose import _layers, find_study, load
-from study.execution.ray_session import ENVIRONMENT
+from study.engines.ray_session import ENVIRONMENT
 from study.ledger.state import FINISHED
 from study.plan.plan import make_plan
 from tests.study.raylets import cluster_of

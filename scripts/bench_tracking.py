@@ -389,7 +389,7 @@ def _time_page(browser: Any, what: str, address: str, drawn: str) -> None:
 
 def bench_report() -> None:
     code = (
-        "import sys, time, resource; from pathlib import Path; from study.manage.studies import"
+        "import sys, time, resource; from pathlib import Path; from study.ledger.studies import"
         " read\nfrom study.report.write import write_report\nstart = time.perf_counter();"
         " write_report(read(Path(sys.argv[1])), Path(sys.argv[1]) /"
         " 'report')\nprint(time.perf_counter() - start, time.process_time(),"
@@ -426,7 +426,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=benches, default=list(benches))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    from study.execution.ray_session import ENVIRONMENT as OF_RAY
+    from study.engines.ray_session import ENVIRONMENT as OF_RAY
 
     os.environ |= {name: value for name, value in OF_RAY.items() if name not in os.environ}
     print(

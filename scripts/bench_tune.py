@@ -53,8 +53,8 @@ from ray.tune.search import ConcurrencyLimiter, Searcher
 
 from study.api import Outcome, run_study
 from study.config import RowConfig, StudyConfig
-from study.execution.ray_session import ENVIRONMENT
-from study.execution.tune.engine import ENVIRONMENT as TUNE
+from study.engines.ray.engine import ENVIRONMENT as TUNE
+from study.engines.ray_session import ENVIRONMENT
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfig

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         SearchConfig,
         StudyConfig,
     )
-    from study.execution.ask_tell import Suggestion
-    from study.execution.tune.scripts import LedgerCallback, StudySearcher, tune_trainable
+    from study.engines.ask_tell import Suggestion
+    from study.engines.ray.scripts import LedgerCallback, StudySearcher, tune_trainable
     from study.handle import Study, create, load, run, tuner
     from trainers.config import (
         DataConfig,
@@ -80,8 +80,8 @@ __all__ = [
 
 _PLACES = {
     "study.handle": ("Study", "create", "load", "run", "tuner"),
-    "study.execution.ask_tell": ("Suggestion",),
-    "study.execution.tune.scripts": ("LedgerCallback", "StudySearcher", "tune_trainable"),
+    "study.engines.ask_tell": ("Suggestion",),
+    "study.engines.ray.scripts": ("LedgerCallback", "StudySearcher", "tune_trainable"),
     "study.config": (
         "AmendmentConfig",
         "ClaimConfig",

@@ -107,6 +107,17 @@ def joined_for_good() -> Iterator[None]:
             del os.environ[RAY_RECONNECTS]
 
 
+def forget_control_store() -> None:
+    """Make this process end although Ray's control store is gone.
+
+    When a process ends, Ray Tune deletes its trainables from the control store and waits for the
+    answer, for ever in a process that has :func:`joined_for_good` (Ray 2.60).
+    """
+    from ray.experimental.internal_kv import _internal_kv_reset
+
+    _internal_kv_reset()
+
+
 def latest_metrics(run: Any) -> list[Any]:
     """Return the last point of each metric of an MLflow run, with its step.
 

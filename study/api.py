@@ -15,38 +15,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from study.claims.stated import state_claims
 from study.config import StudyConfig
+from study.engines.control import Control, Decision, clear, storage_refused
+from study.engines.launched import continued, launch_of_job
+from study.engines.preflight import check_same_data, check_same_name, preflight, say_changed_code
+from study.engines.ray.options import TuneOptions
+from study.engines.ray.start import RayStart
+from study.engines.runner import run_plan
 from study.errors import StorageError, refusals
-from study.execution.control import Control, Decision, clear, storage_refused
-from study.execution.launched import continued, launch_of_job
-from study.execution.preflight import check_same_data, check_same_name, preflight, say_changed_code
-from study.execution.runner import run_plan
-from study.execution.tune.options import TuneOptions
-from study.execution.tune.start import RayStart
+from study.evidence.stated import state_claims
 from study.ledger.events import Event
 from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
 from study.ledger.storage import check_storage, check_writable, fetch_report, share
-from study.manage.checkpoints import check_same_ledger
-from study.manage.extend import continuations
-from study.manage.studies import placed, read
+from study.ledger.studies import placed, read
 from study.plan.candidates import by_rule
+from study.plan.checkpoints import check_same_ledger
 from study.plan.engines import by_ray
+from study.plan.extend import continuations
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.idle_time import remark
 from study.search.agenda import adopt
 from study.text import NAME, counted, one_line
 from study.tracking.address import OFF, how_to_open, page, store_of
-from study.tracking.sinks import Sinks
-from study.tracking.supervisor import NoTracker, Tracker, check_tracking, make_tracker
+from study.tracking.sinks import Sinks, check_sinks
+from study.tracking.supervisor import NoTracker, Tracker, check_study, check_tracking, make_tracker
 from study.tracking.writer import sync
 from study.tracking_uri import REMEDY, name_address, stored
+from study.views.view import View
 from trainers.files import check_own_folder
 from trainers.object_store import local_folder
 from trainers.workers.node import Node
@@ -56,19 +57,6 @@ LATER_SECONDS = 5.0
 FEW_CORES = 4
 LOADED = time.time()
 """Unix time at which this process had imported a run's code; this module is imported last."""
-
-
-class View(Protocol):
-    """Progress display of a running study; see :mod:`study.views.progress`."""
-
-    def start(self, state: StudyState) -> None:
-        """Start to show ``state``; the caller keeps it up to date."""
-
-    def listen(self, event: Event) -> None:
-        """Show an event; ``state`` already includes it."""
-
-    def stop(self) -> None:
-        """Show the last state and release the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +170,12 @@ def _opened(
         plan = make_plan(study)
     with Node() if node is None else nullcontext(node) as own:
         with refusals():
+            check_sinks(study)
             meanwhile = None
             if ray is not None and by_ray(study) and not (study.folder / FILE).exists():
                 meanwhile = functools.partial(ray.begin, plan)
             plan, data = preflight(plan, own, say, meanwhile)
+            check_study(plan, say)
         if data:
             say(f"Data: {'; '.join(entry['source'] for entry in data)}")
         with refusals():

@@ -21,28 +21,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from study.api import Outcome, create_study, report_study, run_study
-from study.claims.record import record
-from study.claims.verdicts import by_row, judge
-from study.cli.run import make_view
 from study.config import StudyConfig
 from study.config.compose import as_overrides
 from study.config.compose import load as load_config
+from study.engines.ask_tell import Suggestion, ask, asked, tell
+from study.engines.ray.options import TuneOptions
 from study.errors import UserError, refusals
-from study.execution.ask_tell import Suggestion, ask, asked, tell
-from study.execution.tune.options import TuneOptions
+from study.evidence.record import record
+from study.evidence.verdicts import by_row, judge
 from study.ledger.log import FILE
 from study.ledger.state import ALL, UNFINISHED, StudyState
 from study.ledger.storage import refresh
-from study.manage.export import export_rows
-from study.manage.extend import extended
-from study.manage.studies import condition, continued, find, placed, read
+from study.ledger.studies import condition, continued, find, placed, read
+from study.plan.extend import extended
 from study.program import STORAGE
+from study.report.export import export_rows
 from study.report.tables import table_of
 from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
 from study.text import cut, printable
 from study.tracking.sqlite import advice
+from study.views.view import make_view
 from trainers.config.validation import plain
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class Study:
         return outcome.report / "report.html"
 
     def ask(self) -> Suggestion | None:
-        """Suggest the next trial for a loop of your own, see :func:`study.execution.ask_tell.ask`.
+        """Suggest the next trial for a loop of your own, see :func:`study.engines.ask_tell.ask`.
 
         Returns None if no trial is left, or if the search first needs the results of open trials.
         :func:`create` has an example.
@@ -290,7 +290,7 @@ class Study:
         *,
         error: str | Exception = "",
     ) -> None:
-        """Record a trial's results or its error, see :func:`study.execution.ask_tell.tell`.
+        """Record a trial's results or its error, see :func:`study.engines.ask_tell.tell`.
 
         Args:
             suggestion: the trial, from :meth:`ask` or :attr:`asked`.
@@ -367,7 +367,7 @@ def tuner(
         grid = study.tuner("quickstart", {"trial.epochs": 2}, name="in tune").fit()
         grid.get_best_result("validation/error", "min").config["row"]
     """
-    from study.execution.tune.tuner import StudyTuner
+    from study.engines.ray.tuner import StudyTuner
 
     composed = _compose(config, overrides, {**keys, "engine": "ray"})
     return StudyTuner(lambda options: _run(composed, ALL, time.monotonic(), options), run_config)

@@ -35,8 +35,9 @@ ORDER = {
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",
-        "results", "claims", "search", "tracking", "manage", "execution", "report.figures",
-        "report", "views", "serve", "api", "launch", "cli", "handle", "__main__",
+        "results", "evidence", "search", "tracking", "engines", "report.figures", "report",
+        "evidence.reproduction", "evidence.verify_pages", "evidence.verify", "views",
+        "ops.repair", "ops.serve", "api", "handle", "ops.launch", "cli", "__main__",
     ],
 }  # fmt: skip
 """The rooms of each package; a room imports only from earlier rooms. Modules that only re-export
@@ -78,14 +79,14 @@ LAZY = {
     ("lns_ops.formats.stochastic_rounding", "lns_ops"): "1.8 s, the same",
     ("study.api", "study.report.write"): "draws with what takes 1.6 s, as the first trial trains",
     (
-        "study.execution.preflight",
+        "study.engines.preflight",
         "trainers.workers.worker_process",
     ): "2.5 s, of torch, and a node mostly checks",
-    ("study.execution.tune.start", "study.execution.tune.hosts"): "2.4 s, of Ray Tune; and Ray"
+    ("study.engines.ray.start", "study.engines.ray.hosts"): "2.4 s, of Ray Tune; and Ray"
     " reads its token's variables when it is loaded",
-    ("study.execution.tune.start", "study.execution.tune.run"): "2.4 s, the same",
-    ("study.execution.tune.scripts", "trainers.workers.executors"): "2.5 s, of torch, in a driver",
-    ("study.handle", "study.execution.tune.tuner"): "2.4 s, of Ray Tune",
+    ("study.engines.ray.start", "study.engines.ray.run"): "2.4 s, the same",
+    ("study.engines.ray.scripts", "trainers.workers.executors"): "2.5 s, of torch, in a driver",
+    ("study.handle", "study.engines.ray.tuner"): "2.4 s, of Ray Tune",
     ("study.handle", "study.views.console"): "0.1 s, of rich, as a study starts",
     ("study.handle", "study.views.notebook"): "shows what is drawn",
     ("study.handle", "study.report.figures.style"): "draws with what takes 1.6 s",
@@ -96,6 +97,8 @@ LAZY = {
         "trainers.training.check",
     ): "2.5 s, of torch, where an optimizer is searched",
     ("study.plan.trials", "trainers.workers.process_reset"): "2.5 s, the same",
+    ("study.views.view", "study.views.notebook"): "1 s, of matplotlib",
+    ("study.views.view", "study.views.progress"): "0.1 s, of rich",
     ("trainers.data", "trainers.data.datasets"): "1.8 s, of torch",
     ("trainers.data.descriptions", "trainers.data.datasets"): "1.8 s, of torch",
     ("trainers.object_store", "trainers._compat"): "1 s, of torch",
@@ -115,8 +118,8 @@ not need them (two cores of an AMD EPYC, Python 3.11)."""
 BY_NAME = {
     "lns_ops/__init__.py": "its public names, with torch",
     "study/__init__.py": "its public names, when one is used",
-    "study/claims/verdicts.py": "a claim's own function gets the handle that users have, of a room"
-    " above: the one call upwards",
+    "study/evidence/verdicts.py": "a claim's own function gets the handle that users have, of a"
+    " room above: the one call upwards",
     "trainers/user_code.py": "the user's modules",
     "trainers/workers/executors.py": "the room of one kind of executor, of those above this module",
 }
@@ -321,11 +324,18 @@ def test_rooms_import_from_those_before_them() -> None:
 
 
 def test_the_readers_tree_has_every_folder_in_its_order() -> None:
-    """CONTRIBUTING.md has one line for each, README.md a list in the last column."""
+    """CONTRIBUTING.md has one line for each, README.md a list in the last column. A folder with
+    rooms of its own only (``ops``) is where the highest of them is."""
     whole, short = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "README.md"))
     column = len("study/      studies, on Ray and MLflow   ")
     for package in MAY_IMPORT:
-        folders = [name for name in reversed(ORDER[package]) if (ROOT / package / name).is_dir()]
+        rooms = reversed(ORDER[package])
+        tops = [
+            top if top not in ORDER[package] else name
+            for name in rooms
+            for top in [name.partition(".")[0]]
+        ]
+        folders = [name for name in dict.fromkeys(tops) if (ROOT / package / name).is_dir()]
         lines = whole.partition(f"\n{package}/ ")[2].partition("\n```")[0].splitlines()[1:]
         inner = "\n".join(itertools.takewhile(lambda line: line.startswith("  "), lines))
         assert re.findall(r"(\w+)/", inner) == folders

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from study.evidence.rerun import differences
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
-from study.manage.rerun import differences
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = {"ask_tell": ("own-loop", 8), "first_study": ("first", 12)}

@@ -30,9 +30,9 @@ import psutil
 import pytest
 import torch
 
+from study.evidence.rerun import differences
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, StudyState, fold
-from study.manage.rerun import differences
 from tests.page_services import Shell, finished, run, start
 from tests.study.conftest import postgres
 from tests.study.object_store import s3, s3_server
@@ -82,7 +82,7 @@ NOT_HERE = {
         "lns-study run law_of_bits": "takes hours",
     },
     "docs/howto/cluster.md": {
-        "ray get-auth-token": "two machines; tests/study/launch/test_hosts.py starts such clusters",
+        "ray get-auth-token": "two machines; tests/study/ops/launch/test_hosts.py starts them",
         "ray drain-node": "test_cluster.py drains a node",
         "docker build": "Docker; test_compose.py and test_image.py run and read what it takes",
         "ssh -L": "another machine; test_compose.py launches so",
@@ -99,14 +99,14 @@ NOT_HERE = {
     "docs/howto/ray-tune.md": {"lns-study run mine.yaml": "a Ray cluster that runs"},
     "docs/howto/studies.md": {
         "lns-study status table --json": "needs jq; tests/study/cli/test_json.py",
-        "lns-study pause": "a study that runs; tests/study: execution/test_steering.py, manage",
+        "lns-study pause": "a study that runs; tests/study/engines/test_steering.py",
     },
     "docs/howto/team-mlflow.md": {"pip install": INSTALLS},
     "docs/howto/workers.md": {"lns-study run parallelism": "takes hours"},
     "docs/tutorials/bring-your-own.md": {"lns-study data fetch": "downloads CIFAR-10"},
     "docs/tutorials/first-study.md": {
         "lns-study run table trial.epochs=3": "on MNIST, as the page's other commands on less",
-        "lns-study report --serve": "servers; tests/study/serve",
+        "lns-study report --serve": "servers; tests/study/ops/serve",
     },
 }
 """Fences of pages, or of folders, that do not run here: their first words, and the reason."""

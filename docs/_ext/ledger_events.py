@@ -94,7 +94,7 @@ def page() -> str:
             "|---|---|---|---|",
             *rows,
             "",
-            "`study/manage/extend.py` and `study/manage/repair.py` copy events of other runs and"
+            "`study/plan/extend.py` and `study/ops/repair/ledger.py` copy events of other runs and"
             " restore lost lines; these name their `source`, or where they were `recovered`.",
             "",
         ]

@@ -11,7 +11,7 @@ import lns_ops
 from lns_ops import formats, functional, optim, serialization, tensor
 from study import api, handle
 from study.config import compose
-from study.execution import ask_tell
+from study.engines import ask_tell
 from study.ledger import log, state
 from study.plan import plan
 from trainers import user_loop

@@ -16,8 +16,8 @@ from bench_study import DIGITS
 
 from study.config import RowConfig, StudyConfig
 from study.ledger.log import FILE
+from study.ops.serve.ui import command, environment, listen, start, stop
 from study.plan.plan import make_plan
-from study.serve.ui import command, environment, listen, start, stop
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):

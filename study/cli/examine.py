@@ -10,18 +10,18 @@ from pathlib import Path
 
 import lns_ops
 from study.config import StudyConfig, check_tracking_uri, default_tracking_uri
+from study.engines.preflight import check_address
+from study.engines.ray_session import ray_session
 from study.errors import UserError
-from study.execution.preflight import check_address
-from study.execution.ray_session import ray_session
 from study.ledger.events import trial_of
 from study.ledger.lock import LOCK
 from study.ledger.log import how_to_repair, open_ledger, read_ledger
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import fold
 from study.ledger.storage import check_storage, refresh
-from study.manage.checkpoints import check_checkpoints
-from study.manage.repair import needs_repair, repair
-from study.manage.studies import find, folders, placed
+from study.ledger.studies import find, folders, placed
+from study.ops.repair.ledger import needs_repair, repair
+from study.plan.checkpoints import check_checkpoints
 from study.program import lns_study
 from study.text import counted
 from study.tracking.address import OFF, check_default, store_of

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from study.cli.manage import Commands
 from study.cli.run import add_study
+from study.engines.launched import told
 from study.errors import OutOfSightError, UserError, refusals
-from study.execution.launched import told
 from study.program import lns_study
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
-    from study.launch.package import Package
+    from study.ops.launch.package import Package
 
 TARGETS = ("ray", "slurm", "kuberay")
 TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
@@ -69,7 +69,7 @@ def add_launch(commands: Commands) -> None:
 
 def _launch(options: argparse.Namespace) -> int:
     from study.config.compose import load
-    from study.launch.package import pack
+    from study.ops.launch.package import pack
     from study.plan.estimate import describe_cost, describe_size
     from study.plan.plan import make_plan
 
@@ -94,7 +94,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _to_ray(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
-    from study.launch import ray_jobs
+    from study.ops.launch import ray_jobs
 
     request = ray_jobs.job_request(package, study.slug, _launched(options))
     path = package.stage / "ray-job.json"
@@ -115,7 +115,7 @@ def _to_ray(options: argparse.Namespace, study: StudyConfig, package: Package) -
 
 
 def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
-    from study.launch import slurm
+    from study.ops.launch import slurm
 
     command = slurm.batch_command(package, study, _template(options), _launched(options))
     path = package.stage / "sbatch.txt"
@@ -142,7 +142,7 @@ def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package)
 def _follow_slurm(job: str, status: str) -> int:
     """Wait for a job's end; return the exit code. ``status`` is the command that shows the
     study."""
-    from study.launch.slurm import Seen, look
+    from study.ops.launch.slurm import Seen, look
 
     before, goes_on = Seen.RUNNING, (Seen.RUNNING, Seen.AWAY)
     # a requeued job is FAILED for a moment, so only two such polls in a row count
@@ -161,7 +161,7 @@ def _follow_slurm(job: str, status: str) -> int:
 def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
     import yaml
 
-    from study.launch import kuberay
+    from study.ops.launch import kuberay
 
     objects = kuberay.manifest(package, study, _template(options))
     path = package.stage / "kuberay.yaml"

@@ -157,7 +157,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_json(document: Any) -> int:
     """Print a document of dicts, lists and scalars as JSON in ASCII; return exit code 0."""
-    from study.manage.documents import finite
+    from study.report.documents import finite
 
     print(json.dumps(finite(document), indent=1))
     return 0
@@ -169,7 +169,7 @@ def open_study(study: str, storage: str) -> tuple[Path, StudyState]:
     Raises:
         UserError: there is no such study, or it cannot be read.
     """
-    from study.manage.studies import find, read_whole
+    from study.ledger.studies import find, read_whole
 
     with refusals():
         folder = find(study, storage)
@@ -181,7 +181,7 @@ def open_study(study: str, storage: str) -> tuple[Path, StudyState]:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from study.manage.new import write_study
+    from study.cli.init import write_study
 
     with refusals():
         study, code = write_study(options.file)
@@ -190,8 +190,8 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from study.manage.documents import entry_document
-    from study.manage.studies import folders, overview
+    from study.ledger.studies import folders
+    from study.report.documents import entry_document, overview
 
     if options.available:
         return _available(options)
@@ -242,7 +242,7 @@ def _available(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from study.manage.documents import study_document
+    from study.report.documents import study_document
     from study.views.console import PrintableConsole
 
     console = PrintableConsole()
@@ -259,8 +259,8 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _print_status(console: Any, folder: Path, state: StudyState) -> None:
-    from study.execution.launched import launch_stages
-    from study.manage.studies import condition
+    from study.engines.launched import launch_stages
+    from study.ledger.studies import condition
     from study.results.utilisation import first_epoch
     from study.views.progress import render
 
@@ -280,8 +280,8 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from study.manage.documents import trial_document
-    from study.manage.studies import find_trial
+    from study.ledger.studies import find_trial
+    from study.report.documents import trial_document
 
     folder, state = open_study(options.study, options.storage)
     with refusals():
@@ -325,7 +325,7 @@ def _print_trial(folder: Path, trial: TrialState, metric: Metric) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from study.manage.export import EXPORTS, export
+    from study.report.export import EXPORTS, export
 
     folder, state = open_study(options.study, options.storage)
     to_output = options.output == "-"
@@ -353,7 +353,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _ask(name: str, options: argparse.Namespace) -> int:
-    from study.execution.control import Wish, ask
+    from study.engines.control import Wish, ask
     from study.ledger.lock import is_locked
 
     folder, state = open_study(options.study, options.storage)
@@ -371,8 +371,8 @@ def _ask(name: str, options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from study.manage.extend import take_over
-    from study.manage.studies import find
+    from study.ledger.studies import find
+    from study.plan.extend import take_over
 
     folder, state = open_study(options.study, options.storage)
     with refusals():

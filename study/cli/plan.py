@@ -17,7 +17,7 @@ from study.text import counted, duration
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
-    from study.execution.simulate import SimulatedRun
+    from study.engines.simulate import SimulatedRun
 
 SLOTS = (1, 10, 100, 1000)
 """Default numbers of slots that ``--slots`` simulates."""
@@ -59,7 +59,7 @@ def add_plan(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from study.execution.preflight import check_here
+    from study.engines.preflight import check_here
     from study.plan.estimate import describe_plan, plan_document
     from study.plan.plan import make_plan
 
@@ -87,10 +87,10 @@ SIMULATED = [
 
 
 def _simulate(study: StudyConfig, slots: Sequence[int], assumed: float, as_json: bool) -> int:
-    from study.execution.simulate import recorded_errors, recorded_seconds, simulate
+    from study.engines.simulate import recorded_errors, recorded_seconds, simulate
     from study.ledger.log import readable_ledgers
     from study.ledger.state import fold
-    from study.manage.studies import folders
+    from study.ledger.studies import folders
     from study.plan.estimate import describe_size
     from study.plan.plan import make_plan
 
@@ -134,7 +134,7 @@ def _simulated(slots: int, run: SimulatedRun) -> list[str]:
 
 def _say_damage(study: StudyConfig, consequence: str = "") -> None:
     """Print a warning if a study's ledger exists and is damaged."""
-    from study.manage.studies import damage_of
+    from study.ledger.studies import damage_of
 
     if damage := damage_of(study.folder):
         print(f"lns-study: {study.name}: {damage}{consequence}", file=sys.stderr)

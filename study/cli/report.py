@@ -81,9 +81,9 @@ def add_compare(commands: Commands) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     from study.api import report_study
-    from study.claims.record import read_record
-    from study.manage.studies import find
-    from study.report.exports import write_format
+    from study.evidence.record import read_record
+    from study.ledger.studies import find
+    from study.report.write import write_format
 
     if options.serve:
         return _serve(options)
@@ -108,8 +108,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path, options: argparse.Namespace) -> int:
-    from study.manage.studies import read
-    from study.report.verify import verify
+    from study.evidence.verify import verify
+    from study.ledger.studies import read
 
     differences = list(verify(folder, options.tracking_uri, run_checks=options.run_checks))
     if options.json:
@@ -127,9 +127,9 @@ def _verify(folder: Path, options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from study.manage.studies import find, read
-    from study.serve.dashboard import serve
-    from study.serve.ui import listen
+    from study.ledger.studies import find, read
+    from study.ops.serve.dashboard import serve
+    from study.ops.serve.ui import listen
 
     with refusals():
         folder = find(options.study, options.storage)
@@ -143,7 +143,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from study.manage.studies import find, read
+    from study.ledger.studies import find, read
     from study.report.compare import compare, document, draw, lines, verdict
 
     with refusals():

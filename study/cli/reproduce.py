@@ -20,8 +20,8 @@ from trainers.object_store import local_folder
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
+    from study.evidence.reproduction import Reproduced
     from study.ledger.state import StudyState
-    from study.report.reproduction import Reproduced
 
 DESCRIPTION = """\
 Run, or continue, the studies of conf/study that have claims, one after the
@@ -150,10 +150,10 @@ def _run(name: str, study: StudyConfig, again: str) -> int:
 
 def _write(studies: dict[str, StudyConfig], output: Path, options: argparse.Namespace) -> set[str]:
     """Write the page of all studies in the storage; return the names of ``studies`` found there."""
+    from study.evidence.reproduction import write_page
     from study.ledger.log import FILE
     from study.ledger.storage import refresh, share
-    from study.manage.studies import read
-    from study.report.reproduction import write_page
+    from study.ledger.studies import read
 
     with refusals():
         for study in studies.values():
@@ -173,7 +173,7 @@ def _write(studies: dict[str, StudyConfig], output: Path, options: argparse.Name
 def _others(named: set[str], options: argparse.Namespace) -> Iterator[Reproduced]:
     """Yield the page's parts for the storage's other studies with claims, in the same form."""
     from study.config.compose import SMALL
-    from study.manage.studies import folders, read
+    from study.ledger.studies import folders, read
 
     for folder in folders(options.storage):
         if folder.name in named or folder.name.endswith(SMALL) != options.small:
@@ -206,8 +206,8 @@ def _part(
         given: the study with this command's changes; None if the command does not name it.
         options: the command's options.
     """
-    from study.claims.stated import overrides_of
-    from study.report.reproduction import reproduced
+    from study.evidence.reproduction import reproduced
+    from study.evidence.stated import overrides_of
 
     ran, file = state.config, _file(name, small=options.small, named=given is not None)
     known = {claim.check for claim in given.claims} if given else set()

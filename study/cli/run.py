@@ -18,7 +18,7 @@ from study.text import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from study.api import Outcome, View
+    from study.api import Outcome
     from study.config import StudyConfig
     from trainers.workers.node import Node
 
@@ -161,6 +161,7 @@ def run_config(
     """
     from study.api import run_study
     from study.views.console import PrintableConsole
+    from study.views.view import make_view
 
     console = PrintableConsole()
     again = again or lns_study("run", "--resume", study.slug, storage=study.storage)
@@ -204,24 +205,13 @@ def _print_download() -> None:
     print("# If that fails, data.name=auto takes digits instead, and data.name=mnist is refused.")
 
 
-def make_view(console: Console, plain: bool = False) -> View:
-    """Return a study's progress display for a notebook, a terminal, or a log (plain lines)."""
-    from study.views.progress import LiveView, PlainView
-
-    if console.is_jupyter:
-        from study.views.notebook import NotebookView  # loads matplotlib
-
-        return NotebookView()
-    return PlainView(console) if plain or not console.is_terminal else LiveView(console)
-
-
 def say_plainly(line: str) -> None:
     """Print one line at once."""
     print(line, flush=True)
 
 
 def print_outcome(outcome: Outcome, storage: str) -> None:
-    from study.claims.record import read_record
+    from study.evidence.record import read_record
     from study.report.claims import claims_text
     from study.report.tables import render_text
     from study.tracking.address import how_to_open, naming

@@ -53,7 +53,7 @@ def add_ui(commands: Commands) -> None:
 
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
-    from study.serve.ui import check_servable, listen, serve
+    from study.ops.serve.ui import check_servable, listen, serve
     from study.tracking.address import check_default, pages_of
     from study.tracking.artifacts import Artifacts
     from study.tracking.database_file import refuse_strange
@@ -99,8 +99,8 @@ def refuse_password(uri: str) -> None:
 
 
 def _ui_of_team(options: argparse.Namespace, uri: str, storage: Path) -> int:
-    from study.serve.team import WORKERS, Team, check, serve
-    from study.serve.ui import check_servable
+    from study.ops.serve.team import WORKERS, Team, check, serve
+    from study.ops.serve.ui import check_servable
     from study.tracking.address import HOST
 
     artifacts = options.artifacts or str(storage / "artifacts")

@@ -73,7 +73,7 @@ def is_stored(options: argparse.Namespace) -> bool:
     with suppress(ValueError):
         find_study(options.config)
         return False
-    from study.manage.studies import find
+    from study.ledger.studies import find
 
     with suppress(ValueError):
         find(options.config, options.storage or STORAGE)
@@ -97,8 +97,8 @@ def load_config(options: argparse.Namespace, *, download: bool) -> StudyConfig:
 
 def stored_config(options: argparse.Namespace) -> StudyConfig:
     """Return the config of a stored study with the options' changes, for a plan."""
-    from study.manage.extend import extended
-    from study.manage.studies import find, placed, read
+    from study.ledger.studies import find, placed, read
+    from study.plan.extend import extended
 
     _check_small(options)
     folder = find(options.config, options.storage or STORAGE)
@@ -107,11 +107,11 @@ def stored_config(options: argparse.Namespace) -> StudyConfig:
 
 def run_stored(options: argparse.Namespace, run: Run) -> int:
     """Run what the options select of a stored study; return the exit code."""
-    from study.execution.control import Wish, ask
+    from study.engines.control import Wish, ask
     from study.ledger.lock import is_locked
     from study.ledger.state import ALL, FAILED, ONLY_FAILED, UNFINISHED
-    from study.manage.extend import extended
-    from study.manage.studies import continued
+    from study.ledger.studies import continued
+    from study.plan.extend import extended
 
     storage = options.storage or STORAGE
     _check_small(options)
@@ -187,8 +187,8 @@ def _say_nothing_failed(options: argparse.Namespace, state: StudyState) -> int:
 
 def _edit(options: argparse.Namespace, folder: Path, state: StudyState) -> int:
     """Change the limits of a running study."""
-    from study.execution.control import ask
-    from study.manage.extend import extended
+    from study.engines.control import ask
+    from study.plan.extend import extended
 
     for override in options.overrides:
         if not override.startswith("limits."):
@@ -210,9 +210,9 @@ def _edit(options: argparse.Namespace, folder: Path, state: StudyState) -> int:
 
 def _verify(options: argparse.Namespace, state: StudyState) -> int:
     from study.api import run_study
+    from study.evidence.rerun import rerun
     from study.ledger.state import name_of
-    from study.manage.rerun import rerun
-    from study.manage.studies import find_trial
+    from study.ledger.studies import find_trial
     from study.views.console import PrintableConsole
     from study.views.progress import PlainView
 

@@ -51,7 +51,7 @@ def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, S
     wrong.
     """
     from study.ledger.lock import is_locked
-    from study.manage.studies import continued, find, placed, whole
+    from study.ledger.studies import continued, find, placed, whole
     from study.tracking.address import OFF, store_of
     from study.tracking.supervisor import check_tracking
 

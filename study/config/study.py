@@ -159,7 +159,7 @@ class StudyConfig:
         address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None to use only
             this machine.
         insecure: whether to join a cluster that does not require a token
-            (:mod:`study.execution.ray_session`).
+            (:mod:`study.engines.ray_session`).
         cpus: CPUs of this machine that trials may use; may exceed the actual number; None for all.
         max_concurrent: maximum number of concurrent trials; None for as many as fit.
         engine: ``local``: processes on this machine; ``ray``: Ray Tune, at ``address`` or on a Ray
@@ -177,7 +177,7 @@ class StudyConfig:
         heartbeat: seconds without a report after which a trial counts as hung: its processes are
             killed and it is restarted as after a crash. Must be longer than the longest epoch and
             the starts of the trials that share a process. None waits forever, and reports silent
-            trials (:mod:`study.execution.silence`).
+            trials (:mod:`study.engines.silence`).
 
     Example::
 

@@ -1,7 +1,7 @@
 """Which engine runs a study's trials, and what starts the workers of a trial of several.
 
-The engines are processes of this machine (:mod:`study.execution.local`) and Ray Tune
-(:mod:`study.execution.tune`). Under Ray Tune a *gang*, the workers of one trial, is started by Ray
+The engines are processes of this machine (:mod:`study.engines.local`) and Ray Tune
+(:mod:`study.engines.ray`). Under Ray Tune a *gang*, the workers of one trial, is started by Ray
 Train or forked. Both train the same bits. Ray Train starts a new Python process per worker, which
 imports torch, and restarts a gang by itself; forked processes start in milliseconds.
 """

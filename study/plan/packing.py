@@ -1,6 +1,6 @@
 """Discrete-event packing of a plan's trials into CPUs and GPUs, to estimate their total time.
 
-It follows the loop of a study (:mod:`study.execution.loop`). The next trial of the plan starts when
+It follows the loop of a study (:mod:`study.engines.loop`). The next trial of the plan starts when
 its CPUs and its GPUs, or its share of a GPU, are free. While it waits, later trials start if they
 fit and do not delay it (EASY backfilling, D. Lifka 1995). The last trials run longest first. `plan`
 packs trials with known durations; `plan --slots` also lets a scheduler end trials early. The rounds

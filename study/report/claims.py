@@ -1,4 +1,4 @@
-"""Claims and verdicts as tables, from the figures of a report (:mod:`study.claims.record`)."""
+"""Claims and verdicts as tables, from the figures of a report (:mod:`study.evidence.record`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from study.claims.record import SAME
 from study.config.claims import BOUNDS
+from study.evidence.record import SAME
 from study.text import NAME, one_line
 
 VERDICT = "verdict"

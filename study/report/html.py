@@ -8,10 +8,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from study.claims.record import interval_of
 from study.config import Metric
 from study.config.space import describe, show
 from study.config.yaml_loader import dump
+from study.evidence.record import interval_of
 from study.ledger.state import StudyState, TrialState, shown_study
 from study.report.claims import HEADINGS as CLAIM_HEADINGS
 from study.report.claims import claim_cells
@@ -31,7 +31,7 @@ def render_html(
     where: Links,
     claims: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the page with embedded pictures; ``claims`` as in :mod:`study.claims.record`."""
+    """Return the page with embedded pictures; ``claims`` as in :mod:`study.evidence.record`."""
     environment = Environment(
         loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined,
         finalize=shown,

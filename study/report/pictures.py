@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from study.claims.analyses import claimed_ranks
 from study.config import Metric
+from study.evidence.analyses import claimed_ranks
 from study.ledger.state import StudyState
 from study.report.figures.analysis import (
     draw_best_of_k,

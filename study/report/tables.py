@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from study.claims.stated import stated
 from study.config import StudyConfig
 from study.config.keys import is_number
 from study.config.space import describe, show
+from study.evidence.stated import stated
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
-from study.manage.export import write_csv
 from study.report.claims import claims_markdown, markdown_table, markdown_text
+from study.report.export import write_csv
 from study.results.answer import answer, sentences
 from study.results.configurations import configurations, table
 from study.results.objectives import diverged, lacking

@@ -2,7 +2,7 @@
 
 report.html            everything, pictures inside; light and dark; nothing fetched
 report.md              the table, the claims and the protocol
-figures.json           the figures and verdicts as data (:mod:`study.claims.record`)
+figures.json           the figures and verdicts as data (:mod:`study.evidence.record`)
 differences.png        the answer: difference of each row from the reference row
 error_per_epoch.png    the study's metric per epoch, validation error or another
 test_error.png         final figures on the test set beside the published ones
@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.claims.record import record, write_record
-from study.claims.verdicts import judge
+from study.evidence.record import record, write_record
+from study.evidence.verdicts import judge
 from study.ledger.state import StudyState
 from study.ledger.storage import REPORT
-from study.manage.studies import read
+from study.ledger.studies import read
+from study.report.export import export
 from study.report.html import render_html
+from study.report.latex import render_latex
 from study.report.pictures import TITLES, Links, Parts, links, parts
 from study.report.tables import render_csv, render_markdown
 from study.results.idle_time import sentences
@@ -44,7 +46,7 @@ def write_report(
         folder: folder of the report.
         study: folder of the study, for the checks of its claims; None for the parent of ``folder``.
         run_checks: whether to run the functions of its claims, see
-            :func:`study.claims.verdicts.judge`.
+            :func:`study.evidence.verdicts.judge`.
 
     Raises:
         ValueError: the folder of the report is a symbolic link.
@@ -93,3 +95,22 @@ def render_files(
     files["report.md"] = printable(render_markdown(state, summary, remarks, claims)).encode()
     files["report.html"] = render_html(state, summary, made, where, claims).encode()
     return files
+
+
+def write_format(state: StudyState, folder: Path, form: str) -> Path:
+    """Write the results into a report's folder in another format; return the file's path.
+
+    Args:
+        state: state of the study.
+        folder: folder of the report (:func:`write_report`).
+        form: ``csv``, ``parquet`` or ``latex``; or ``md`` or ``html``, which every report already
+            has.
+    """
+    if form in ("csv", "parquet"):
+        path = folder / f"trials.{form}"
+        export(state, path, form)
+        return path
+    if form in ("md", "html"):
+        return folder / f"report.{form}"
+    write_whole(path := folder / "table.tex", render_latex(state).encode())
+    return path

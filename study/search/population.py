@@ -10,7 +10,7 @@ or failed, continues from the weights of a random member of the equally large be
 A member of a generation is an ordinary trial. Its config describes its whole line of ancestors,
 ``changes: [{epoch: 4, optimizer.lr: 0.02}]``, so training it again from the start gives the same
 bits; here it continues from the last checkpoint of the trial that it continues
-(:func:`study.manage.extend.continuations`). The next generation begins once all trials of this one
+(:func:`study.plan.extend.continuations`). The next generation begins once all trials of this one
 have ended, as with ``synch=True`` of Ray Tune's PopulationBasedTraining.
 
 Sources: M. Jaderberg et al. 2017, "Population Based Training of Neural Networks"

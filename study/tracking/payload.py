@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from study.claims.record import SAME
 from study.config import OUTSIDE
 from study.config.keys import flatten
 from study.config.space import describe
 from study.config.yaml_loader import dump
+from study.evidence.record import SAME
 from study.ledger.events import Planned, Report
 from study.ledger.state import (
     ENDED,
@@ -141,7 +141,7 @@ def claim_tags(figures: Mapping[str, Any]) -> dict[str, str]:
     A claim that was changed after the first trial is marked ``NOT AS STATED``.
 
     Args:
-        figures: figures of the report (:mod:`study.claims.record`).
+        figures: figures of the report (:mod:`study.evidence.record`).
     """
     tags = {
         f"claim.{claim['name']}": f"{_mark(claim)}{claim['outcome']}: {claim['shown']}"[:TEXT]

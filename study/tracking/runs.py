@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from study._compat import latest_metrics
-from study.claims.record import FILE, read_record
+from study.evidence.record import FILE, read_record
 from study.ledger.events import Report
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
 from study.tracking.artifacts import Artifacts

@@ -22,14 +22,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from study.plan.plan import Plan
 from study.program import lns_study, module_command
-from study.tracking.address import OFF, naming
+from study.tracking.address import OFF, check_default, naming
 from study.tracking.database_file import (
     PREFIX,
     DatabaseFileError,
     DatabaseLockedError,
     check_database,
 )
+from study.tracking.names import check_loggable
 from study.tracking.sqlite import advice, is_locked
 from study.tracking.writer import URI_VARIABLE, connect, reason
 from study.tracking_uri import reveal, without_password
@@ -38,6 +40,29 @@ from trainers.object_store import place_of
 MOST_STARTS = 5
 """Maximum number of times that the writer is started; afterwards only the ledger is written."""
 PROBE_SECONDS = 10.0
+
+
+def check_study(plan: Plan, say: Callable[[str], None]) -> None:
+    """Check that MLflow can take what a study will send.
+
+    Args:
+        plan: the plan.
+        say: prints one line for the user, as when the database is locked: the study trains, and its
+            runs are sent once the lock is gone.
+
+    Raises:
+        ValueError: the store does not answer, another user owns it, or a name is too long for it.
+    """
+    study = plan.study
+    if study.tracking == OFF:
+        return
+    check_loggable(plan)
+    if study.tracking_uri is None:
+        check_default(study.tracking, study.storage, "tracking_uri=")
+    try:
+        check_tracking(study.tracking)
+    except DatabaseLockedError as locked:  # the writer process waits for it
+        say(f"MLflow: {locked}; training starts without it")
 
 
 def check_tracking(uri: str) -> None:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from study.config import Metric
 from study.config.space import describe as describe_params
-from study.execution.silence import describe_silent, silence
+from study.engines.silence import describe_silent, silence
 from study.ledger.events import Event, trial_of
 from study.ledger.state import (
     ENDED,

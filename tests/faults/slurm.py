@@ -2,12 +2,12 @@
 
     hosts.sh FOLDER slurm.sh python -m tests.faults.slurm SECONDS SEED
 
-The program runs on the only host of a test Slurm (:mod:`tests.study.launch.machines.hosts`), with
-its own S3 server. It launches ``faults.yaml`` in the working directory with ``lns-study launch --to
-slurm``, and launches it again each time the job has ended with trials left. At random it empties
-the cache first, as on a new machine. A random one of :data:`FAULTS` is injected each time the study
-has run for SECONDS since its start or the last fault. The final contents of the store are written
-to ``result.json``.
+The program runs on the only host of a test Slurm (:mod:`tests.study.ops.launch.machines.hosts`),
+with its own S3 server. It launches ``faults.yaml`` in the working directory with ``lns-study launch
+--to slurm``, and launches it again each time the job has ended with trials left. At random it
+empties the cache first, as on a new machine. A random one of :data:`FAULTS` is injected each time
+the study has run for SECONDS since its start or the last fault. The final contents of the store are
+written to ``result.json``.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ from typing import Any, TypeAlias
 import psutil
 import pytest
 
+from study.evidence.rerun import differences
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
-from study.manage.rerun import differences
 from tests.mounts import mounted
-from tests.study.launch.machines.hosts import weights
+from tests.study.ops.launch.machines.hosts import weights
 from tests.study.raylets import cluster_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

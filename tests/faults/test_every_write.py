@@ -18,7 +18,7 @@ import pytest
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from tests.faults.test_campaign import Wanted, check, end, python, wait
-from tests.study.launch.machines.hosts import weights
+from tests.study.ops.launch.machines.hosts import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

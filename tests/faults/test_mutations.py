@@ -1,6 +1,6 @@
 """Randomly changed files: each is rejected with an error message, or read correctly.
 
-Mutations of the ledger are in ``tests/study/manage/test_repair.py``.
+Mutations of the ledger are in ``tests/study/ops/repair/test_repair.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from study.config import StudyConfig
 from study.config.compose import load
-from study.launch.kuberay import ARCHIVE, ENTRYPOINT, _archive, manifest
-from study.launch.package import Package, pack
+from study.ops.launch.kuberay import ARCHIVE, ENTRYPOINT, _archive, manifest
+from study.ops.launch.package import Package, pack
 from tests.study.conftest import TINY
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 
@@ -175,7 +175,7 @@ def test_a_changed_template_is_refused_or_makes_a_job(
     package: Package = pack("tiny.yaml", ["storage=/studies"], study)
     tree = yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())
     archive = _archive(package)
-    monkeypatch.setattr("study.launch.kuberay._archive", lambda package: archive)
+    monkeypatch.setattr("study.ops.launch.kuberay._archive", lambda package: archive)
 
     def test(changes: list[Change]) -> None:
         Path("own.yaml").write_text(yaml.safe_dump(changed(tree, changes), allow_unicode=True))

@@ -53,7 +53,7 @@ from tests.faults.test_campaign import (
     wait_for_reports,
 )
 from tests.mounts import mount, mounted, unmount
-from tests.study.launch.machines.hosts import weights
+from tests.study.ops.launch.machines.hosts import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

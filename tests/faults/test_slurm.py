@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.study.launch.machines.hosts import (
+from tests.study.ops.launch.machines.hosts import (
     SLURM,
     assert_same_results,
     hosts,

@@ -16,7 +16,7 @@ import pytest
 
 from study.config import StudyConfig
 from study.config.compose import load
-from study.execution.ray_session import ENVIRONMENT
+from study.engines.ray_session import ENVIRONMENT
 from study.ledger.events import Event
 from study.ledger.log import FILE
 from study.ledger.state import fold
@@ -24,6 +24,8 @@ from study.plan.plan import make_plan
 from study.tracking.writer import ENVIRONMENT as TRACKING_ENVIRONMENT
 from study.tracking.writer import connect
 from tests.study.servers import Server, postgres_cluster, postgres_programs
+
+Tiny = Callable[..., StudyConfig]
 
 TINY = """
 name: tiny
@@ -80,6 +82,12 @@ def tiny(tmp_path: Path, storage: Path) -> Callable[..., StudyConfig]:
     return lambda name, *overrides: load(
         str(path), [f"name={name}", f"storage={storage}", "tracking_uri=none", *overrides]
     )
+
+
+@pytest.fixture
+def local(tiny: Tiny, tmp_path: Path) -> Tiny:
+    """A tiny study in the test's own storage."""
+    return lambda name, *overrides: tiny(name, f"storage={tmp_path / 'own'}", *overrides)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from study.serve.mlflow_server import TOKEN
-from study.serve.ui import command, environment, listen, start, stop
+from study.ops.serve.mlflow_server import TOKEN
+from study.ops.serve.ui import command, environment, listen, start, stop
 
 
 def free_port() -> int:

@@ -16,9 +16,9 @@ from torch import nn
 
 from lns_ops import LNSTensor, convert_
 from study.cli import main
+from study.evidence.rerun import differences
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, StudyState, TrialState, fold
-from study.manage.rerun import differences
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLAIN = ("tracking_uri=none", "--plain")

@@ -26,7 +26,7 @@ from study.config.compose import load
 from study.errors import UserError
 from study.ledger.log import FILE, Ledger, read_ledger
 from study.ledger.state import FINISHED, fold
-from study.manage.repair import repair
+from study.ops.repair.ledger import repair
 
 Tiny = Callable[..., StudyConfig]
 SEARCH = ("space={optimizer.lr: {loguniform: [0.01, 1.0]}}", "rows=[]", "baseline=null")
@@ -469,7 +469,7 @@ def test_trials_that_were_told_stay_finished_in_a_repaired_ledger(
 
 def test_a_study_that_runs_is_not_asked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     found = study.create(tiny("busy", *SEARCH), search={"num_samples": 2})
-    monkeypatch.setattr("study.execution.ask_tell.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("study.engines.ask_tell.LOCK_SECONDS", 0.1)
     with Ledger(found.folder), pytest.raises(UserError, match="is running this study"):
         found.ask()
 

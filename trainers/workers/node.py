@@ -1,7 +1,7 @@
 """Management of one machine's worker processes: start, messages in both directions, kill.
 
 With the local engine a :class:`Node` is in the study's own process; on the nodes of a Ray cluster
-it is in an actor (:mod:`study.execution.tune.process_host`). Messages are forwarded without being
+it is in an actor (:mod:`study.engines.ray.process_host`). Messages are forwarded without being
 decoded, and in batches, so that the driver needs one call for many reports even with hundreds of
 processes.
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # imported later, so that the server process starts first
 
 BATCH = 1000
 """Maximum number of messages per batch."""
-RUN_BY_NODES = ("lns_ops", "trainers", "study/execution/tune")
+RUN_BY_NODES = ("lns_ops", "trainers", "study/engines/ray")
 """Folders of this package whose code runs on the nodes of a cluster."""
 SOURCES = (".py", ".cu", ".cuh")
 """Suffixes of code files."""

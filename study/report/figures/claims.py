@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lns_ops.formats.logarithmic import Logarithmic
-from study.claims.analyses import Ranks
 from study.config.keys import lookup
+from study.evidence.analyses import Ranks
 from study.ledger.state import StudyState
 from study.report.figures.style import (
     COLOURS,

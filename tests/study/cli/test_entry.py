@@ -19,9 +19,9 @@ import pytest
 
 from study.cli import main
 from study.config.compose import load
+from study.evidence.rerun import differences
 from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import fold
-from study.manage.rerun import differences
 from tests.study.conftest import made_up_events
 
 

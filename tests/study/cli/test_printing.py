@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from study.claims.record import FILE as FIGURES
-from study.claims.record import read_record
 from study.cli import main
+from study.evidence.record import FILE as FIGURES
+from study.evidence.record import read_record
 from study.handle import load
 from study.ledger.log import read_ledger
 from study.ledger.state import fold

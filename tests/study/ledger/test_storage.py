@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from study.config import StudyConfig
-from study.execution.control import Wish, ask
+from study.engines.control import Wish, ask
 from study.ledger import storage
 from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, open_ledger
 from study.ledger.storage import PACKED, check_storage, fetch_report, study_folders
-from study.manage.checkpoints import check_checkpoints
-from study.manage.studies import condition, find, read
+from study.ledger.studies import condition, find, read
+from study.plan.checkpoints import check_checkpoints
 from tests.study.conftest import TINY
 from tests.study.object_store import BUCKET, SECRET, Line, cache, google, s3, s3_server, store_line
 from trainers import object_store

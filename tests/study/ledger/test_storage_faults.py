@@ -27,9 +27,9 @@ from google.auth.exceptions import RefreshError
 from s3fs.errors import translate_boto_error
 
 from study.config import LimitsConfig
+from study.engines.control import FILE as CONTROL
+from study.engines.control import Control, Wish, ask, clear
 from study.errors import UserError
-from study.execution.control import FILE as CONTROL
-from study.execution.control import Control, Wish, ask, clear
 from study.ledger import storage
 from study.ledger.lines import seal
 from study.ledger.log import FILE, Ledger, make_header, open_ledger

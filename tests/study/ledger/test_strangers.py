@@ -16,8 +16,8 @@ import torch
 
 from study.cli.entry import main
 from study.config import StudyConfig
+from study.engines.control import FILE as CONTROL
 from study.errors import UserError
-from study.execution.control import FILE as CONTROL
 from study.ledger import log
 from study.ledger.lines import seal
 from study.ledger.lock import LOCK, OF_TRIALS, OUTPUT, OWN_FOLDERS

@@ -7,11 +7,7 @@ import re
 from study.config import StudyConfig
 from study.plan.estimate import describe_cost, describe_plan
 from study.plan.plan import make_plan
-from tests.study.conftest import made_up_events
-from tests.study.manage.conftest import Tiny, local, write
-
-__all__ = ["local"]
-
+from tests.study.conftest import Tiny, made_up_events, write_ledger
 
 RATE = "optimizer.lr: {loguniform: [0.01, 1.0]}"
 
@@ -26,7 +22,7 @@ def searched(
 
 def test_a_search_is_estimated_as_random_configurations_are(local: Tiny) -> None:
     known = searched(local, "known")
-    write(known, made_up_events(known))
+    write_ledger(known, made_up_events(known))
 
     def told(name: str, *words: str) -> tuple[str, str]:
         plan = make_plan(searched(local, name, *words))
@@ -46,7 +42,7 @@ def test_a_search_is_estimated_as_random_configurations_are(local: Tiny) -> None
 
 def test_a_population_costs_what_its_members_train(local: Tiny) -> None:
     known = searched(local, "known", space=RATE)
-    write(known, made_up_events(known))
+    write_ledger(known, made_up_events(known))
     population = ("search.scheduler=pbt", "search.perturbation_interval=2")
     words = ("trial.epochs=8",)
     plan = make_plan(searched(local, "other", *words, *population, space=RATE))
@@ -57,7 +53,7 @@ def test_a_population_costs_what_its_members_train(local: Tiny) -> None:
 
 def test_rounds_on_part_of_the_data_are_estimated_from_above(local: Tiny) -> None:
     known = searched(local, "known", space=RATE)
-    write(known, made_up_events(known))
+    write_ledger(known, made_up_events(known))
     plan = make_plan(searched(local, "other", "search.scheduler=halving", space=RATE))
     assert describe_cost(plan).endswith(", less with rounds on part of the data")
 

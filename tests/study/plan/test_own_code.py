@@ -16,14 +16,14 @@ import pytest
 from study import create
 from study.api import Outcome, run_study
 from study.config.compose import load
+from study.engines.preflight import preflight
 from study.errors import UserError
-from study.execution.preflight import preflight
+from study.evidence.rerun import rerun
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, RUNNING, StudyState, fold
-from study.manage.rerun import rerun
 from study.plan.plan import make_plan
 from tests.study.conftest import SilentView
-from tests.study.execution.conftest import results
+from tests.study.engines.conftest import results
 from tests.trainers.leaking import LEAKING
 from tests.trainers.user_network import NETWORK
 from trainers.workers.node import Node
@@ -107,7 +107,7 @@ def test_a_network_that_ends_its_process_ends_no_study(folder: Path) -> None:
 
 
 def test_a_check_that_takes_long_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("study.execution.preflight.SLOW_SECONDS", 0.01)
+    monkeypatch.setattr("study.engines.preflight.SLOW_SECONDS", 0.01)
     study, said = load(str(folder / "own.yaml"), [f"storage={folder}"]), list[str]()
     with Node() as node:
         preflight(make_plan(study), node, said.append)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from scipy.io import savemat
 
 from study.config import RowConfig, StudyConfig
+from study.engines.preflight import check_elastic
 from study.errors import UserError
-from study.execution.preflight import check_elastic
 from study.ledger.state import StudyState, fold
 from study.plan.identity import trial_id
 from study.plan.plan import make_plan

@@ -19,13 +19,13 @@ from study.cli import main
 from study.config import Metric, StudyConfig
 from study.ledger.log import FILE
 from study.ledger.state import StudyState, fold
-from study.manage.studies import overview
 from study.plan.plan import make_plan
 from study.report.compare import compare, lines, verdict
-from study.report.exports import escape, render_latex
+from study.report.documents import overview
 from study.report.figures.analysis import draw_front
 from study.report.figures.style import LIGHT
 from study.report.interactive import explore_data
+from study.report.latex import escape, render_latex
 from study.report.tables import remarks
 from study.results.configurations import configurations, table
 from study.results.importance import _all_observed, _optuna_study, importance

@@ -25,11 +25,11 @@ from study.config import StudyConfig
 from study.config.metric import Metric
 from study.ledger.state import fold
 from study.report import pictures
-from study.report.exports import render_latex
 from study.report.figures.results import draw_bars
 from study.report.figures.slots import draw_slots
 from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, canvas, png, value_axis
 from study.report.html import render_html
+from study.report.latex import render_latex
 from study.report.pictures import Links, Parts
 from study.report.tables import render_markdown, render_text
 from study.report.write import write_report

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from study.config import StudyConfig
 from study.ledger.events import Event
 from study.ledger.state import fold
-from study.manage.extend import extended
+from study.plan.extend import extended
 from study.report.html import render_html
 from study.report.pictures import Links, Parts
 from study.report.tables import render_markdown

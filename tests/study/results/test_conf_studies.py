@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import lns_ops
-from study.claims.analyses import Ranks
 from study.config.compose import load
+from study.evidence.analyses import Ranks
 from study.ledger.state import TrialState
 from tests.trainers.processes import spawned
 from trainers import LoopContext

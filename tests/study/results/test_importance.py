@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from study.claims.analyses import judge_importance
-from study.claims.verdict import HOLDS, UNDECIDED
 from study.config import StudyConfig
 from study.config.distribution import quiet_optuna
 from study.config.space import Domain
+from study.evidence.analyses import judge_importance
+from study.evidence.verdict import HOLDS, UNDECIDED
 from study.ledger.state import StudyState, fold
 from study.results.importance import fanova, importance
 from study.results.statistics import DEPTH, TREES

@@ -19,17 +19,17 @@ from PIL import Image
 
 from study.config import Metric, RowConfig, StudyConfig
 from study.config.compose import change
+from study.evidence.verify import Source
 from study.ledger.events import Event
 from study.ledger.state import StudyState, TrialState, fold
-from study.manage.export import export_rows
-from study.manage.studies import overview
 from study.report.compare import compare, verdict
+from study.report.documents import overview
+from study.report.export import export_rows
 from study.report.figures.analysis import draw_heat_map, draw_parallel
 from study.report.figures.results import _most_telling
 from study.report.figures.style import LIGHT, png
 from study.report.pictures import tables
 from study.report.tables import render_markdown, render_text
-from study.report.verify import Source
 from study.results.answer import answer
 from study.results.configurations import best, configurations, pareto_front, ranked
 from study.results.importance import importance

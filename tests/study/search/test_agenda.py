@@ -12,8 +12,8 @@ import pytest
 
 from study.api import _describe_end
 from study.config.compose import load
-from study.execution.control import Decision
-from study.execution.preflight import preflight
+from study.engines.control import Decision
+from study.engines.preflight import preflight
 from study.ledger.state import TrialState, fold
 from study.plan.candidates import bind_space
 from study.plan.plan import make_plan

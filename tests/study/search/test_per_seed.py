@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from study.claims.analyses import chosen
 from study.cli import main
 from study.config import StudyConfig
+from study.evidence.analyses import chosen
+from study.evidence.verify import verify
 from study.ledger.state import StudyState
-from study.manage.studies import read
+from study.ledger.studies import read
 from study.plan.plan import make_plan
 from study.plan.trials import PlannedTrial
 from study.report.tables import headings
-from study.report.verify import verify
 from study.results.configurations import best, configurations
 from study.results.statistics import seed_means
 from study.results.summary import summarise

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from study.engines.preflight import preflight
 from study.errors import UserError
-from study.execution.preflight import preflight
 from study.ledger.state import fold
 from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan

@@ -18,7 +18,7 @@ from study.config import StudyConfig
 from study.config.compose import load
 from study.config.space import Domain
 from study.errors import UserError
-from study.manage.rerun import rerun
+from study.evidence.rerun import rerun
 from study.plan.plan import make_plan
 from study.plan.trials import PlannedTrial
 from study.results.configurations import best, configurations

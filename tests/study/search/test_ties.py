@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from study.claims.analyses import chosen, rank
-from study.claims.verdict import decide
+from study.evidence.analyses import chosen, rank
+from study.evidence.verdict import decide
+from study.evidence.verify import Source
 from study.ledger.state import StudyState, fold
 from study.plan.plan import make_plan
-from study.report.verify import Source
 from study.results.configurations import best, configurations, ranked
 from study.results.objectives import mean_objective
 from study.results.summary import summarise
 from study.results.ties import compared, mean_of
 from study.search.racing import contenders
-from tests.study.claims.test_verdicts import FIVE
 from tests.study.conftest import write_ledger
+from tests.study.evidence.test_verdicts import FIVE
 from tests.study.search.conftest import Make, Pretend
 
 pytestmark = pytest.mark.unit

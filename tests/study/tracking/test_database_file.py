@@ -17,7 +17,7 @@ import pytest
 
 from study.cli.examine import _tracking
 from study.config import StudyConfig
-from study.manage.studies import read
+from study.ledger.studies import read
 from study.report.write import write_report
 from study.tracking import sqlite as made_by
 from study.tracking.database_file import DatabaseFileError, check_database, check_files

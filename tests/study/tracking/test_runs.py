@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from study.config import StudyConfig
-from study.execution.simulate import REQUESTS_A_TRIAL
+from study.engines.simulate import REQUESTS_A_TRIAL
 from study.ledger.lines import seal
 from study.ledger.log import FILE, Follower, Ledger
 from study.ledger.state import fold

@@ -17,16 +17,14 @@ import pytest
 
 from study.api import run_study
 from study.config import StudyConfig
-from study.execution.preflight import preflight
 from study.ledger.events import Event
 from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import fold
-from study.plan.plan import make_plan
 from study.report.write import write_report
 from study.results.ties import compared
 from study.tracking import sinks
 from study.tracking.payload import documents_of
-from study.tracking.sinks import Feed, Sinks
+from study.tracking.sinks import Feed, Sinks, check_sinks
 from tests.study.conftest import SilentView, made_up_events, write_ledger
 
 Tiny = Callable[..., StudyConfig]
@@ -239,7 +237,7 @@ def test_bad_alerts_are_refused(tiny: Tiny, change: str, expected: str) -> None:
 @pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is not installed")
 def test_tensorboard_is_asked_for_before_anything_starts(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match=re.escape("pip install 'lns-study[tensorboard]'")):
-        preflight(make_plan(tiny("absent", "tensorboard=true")))
+        check_sinks(tiny("absent", "tensorboard=true"))
 
 
 def points(folder: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
