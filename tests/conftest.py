@@ -132,8 +132,9 @@ def _judged(report: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _no_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test of the unit tier that starts a process."""
-    if request.node.get_closest_marker("unit") is None:
+    """Fail a test of the unit tier, which runs no slow tests, if it starts a process."""
+    markers = request.node.get_closest_marker
+    if markers("unit") is None or markers("slow") is not None:
         yield
         return
 

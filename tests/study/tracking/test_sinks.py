@@ -268,6 +268,8 @@ def test_tensorboard_has_the_ledgers_points_once(tiny: Tiny) -> None:
     process = Sinks(study)
     process.start()
     process.close()
+    while Path(f"/proc/{process.pid}").exists():  # on a busy machine it takes longer than the wait
+        time.sleep(0.1)
     found = points(study.folder / "tensorboard")
     state = fold(read_ledger(study.folder))
     assert len(found) == len(state.trials)
