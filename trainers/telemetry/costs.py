@@ -125,8 +125,8 @@ class Cost:
 def multiply_add(name: str, *, linear_sums: bool = True) -> Cost | None:
     """Return the energy of a multiplication and an addition to the sum; None without a figure.
 
-    >>> multiply_add("float32").energy.likely, multiply_add("int8").energy.likely
-    (4.6, 0.30000000000000004)
+    >>> [f"{multiply_add(name).energy.likely:.2f}" for name in ("float32", "int8", "float(4,3)")]
+    ['4.60', '0.30', '1.31']
     >>> multiply_add("posit(8)") is None
     True
 
