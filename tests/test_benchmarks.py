@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lns_ops.formats import parse
 from study.ledger.log import read_ledger
 
 ROOT = Path(__file__).parents[1]
@@ -120,3 +122,16 @@ def test_the_atlas_takes_its_trials_from_a_ledger(atlas: Any) -> None:
 )
 def test_the_atlas_counts_a_small_weights_bits(atlas: Any, name: str, bits: int) -> None:
     assert atlas.mantissa_bits(name) == pytest.approx(bits, abs=0.05)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("int8/channel", 0.36), ("mxint8", 0.0)])
+def test_a_moving_grid_keeps_updates_below_half_a_step(name: str, kept: float) -> None:
+    """The atlas explains with it why int8 trains where mxint8 does not."""
+    random, fmt, update = torch.Generator().manual_seed(0), parse(name), 0.00045
+    weights = fmt.quantize((2 * torch.rand(256, 64, generator=random) - 1) / 8)
+    up = torch.sign(torch.randn(256, 64, generator=random))
+    moved = weights
+    for _ in range(200):
+        moved = fmt.quantize(moved + update * up)
+    share = ((moved - weights) * up).mean().item() / (200 * update)
+    assert share == pytest.approx(kept, abs=0.02)
