@@ -50,7 +50,8 @@ RUNS = {
     "docs/howto/studies.md": 15,
     "docs/howto/python.md": 7,
     "docs/howto/search.md": 4,
-    "docs/howto/formats.md": 5,
+    "docs/howto/formats.md": 6,
+    "docs/studies/atlas.md": 2,
     "docs/howto/workers.md": 3,
     BRING: 7,
     "docs/howto/coming-from.md": 4,
@@ -116,6 +117,7 @@ BUDGET = (
 MORE = {
     "search": "'seeds=[0]' search.num_samples=3 trial.data.train_size=null",
     "formats": "'seeds=[0]' trial.epochs=1",
+    "format_atlas": "'rows=[{label: MLP}]' 'space.precision.format={grid: [float32, lns12]}'",
     "updates": "cpus=4",
 }
 """Keys that some studies need in addition, by name."""
@@ -370,7 +372,7 @@ def test_number_formats_are_all_on_their_page(monkeypatch: pytest.MonkeyPatch) -
     rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
     assert rows.keys() == set(number_formats.NAMES)
     assert "| 12 |" in rows["lns12"]
-    assert rows["lns12"].endswith("LNS, on codes |")
+    assert "| LNS, on codes | 0.555" in rows["lns12"]
     assert rows["bfloat16"].split("|")[3].strip() == "2^-8"
 
 

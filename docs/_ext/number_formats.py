@@ -18,6 +18,7 @@ from lns_ops.formats.blocks.microscaling import ELEMENTS
 from lns_ops.formats.floating_point import FLOATS
 from lns_ops.formats.tabulated import Listed
 from lns_ops.spec.format import PRESETS
+from trainers.telemetry.costs import multiply_add
 
 NAMES = (
     *FLOATS,
@@ -79,6 +80,16 @@ def arithmetic_of(fmt: NumberFormat) -> str:
     return "simulated: float32"
 
 
+def energy_of(name: str) -> str:
+    """Return the modelled energy of a multiply-add with linear sums, its range and its basis."""
+    found = multiply_add(name)
+    if found is None:
+        return "no figure"
+    low, likely, high = found.energy
+    ends = "" if high - low < 1e-9 else f" ({low:.2g} to {high:.3g})"
+    return f"{likely:.3g}{ends}, {found.basis}"
+
+
 def row(name: str) -> str:
     """Return a format's row."""
     fmt = parse(name)
@@ -90,7 +101,7 @@ def row(name: str) -> str:
     return (
         f"| `{name}` | {fmt.bits:g} | {power(error.relative)} | {power(error.smallest)}{unit} |"
         f" {power(error.largest)}{unit} | {power(step)}{unit} | {scale_of(fmt)} |"
-        f" `{str(fmt.storage).removeprefix('torch.')}` | {arithmetic_of(fmt)} |"
+        f" `{str(fmt.storage).removeprefix('torch.')}` | {arithmetic_of(fmt)} | {energy_of(name)} |"
     )
 
 
@@ -108,9 +119,13 @@ def page() -> str:
             " LNS, and the smallest magnitude in posits and takums.",
             "If values share a scale, magnitudes are in units of the largest of these values.",
             "",
+            "*Multiply-add* is a model of its energy in 45 nm, in picojoules, with linear sums, its"
+            " range, and whether it is published or interpolated"
+            " ([sources](../studies/atlas.md#loss-against-bits-and-energy)).",
+            "",
             "| name | bits | unit roundoff | smallest | largest | smallest step | scale | stored as"
-            " | computed in |",
-            "|---|---|---|---|---|---|---|---|---|",
+            " | computed in | multiply-add, pJ |",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *map(row, NAMES),
             "",
             "Every name without its own scale takes `/tensor`, `/channel` or `/block` (integers not"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
-from trainers.telemetry.energy import LOOK_UP, LOOK_UP_RANGE, mac_picojoules, operator_picojoules
+from trainers.telemetry.costs import LOOK_UP, LOOK_UP_RANGE
+from trainers.telemetry.energy import mac_picojoules, operator_picojoules
 from trainers.training.trainer import Training
 
 BASE = TrialConfig(
@@ -45,7 +46,7 @@ def test_the_look_up_is_added_to_logarithms_alone() -> None:
     assert LOOK_UP / low == pytest.approx(high / LOOK_UP)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8/channel", "fixed(16,8)", "lns8/channel"])
+@pytest.mark.parametrize("name", ["posit(8)", "posit(16)/channel", "takum(8)", "takum_log(12)"])
 def test_no_energy_is_made_up_for_other_formats(name: str) -> None:
     assert mac_picojoules(name) == math.inf
 
@@ -63,10 +64,11 @@ LNS = mac_picojoules("lns12")
     [
         ({}, {}, {"aten.mm": 4.6}),
         ({}, {"autocast": "float16", "device": "cuda"}, {"aten.mm": 2.0}),
-        ({}, {"autocast": "bfloat16"}, {"aten.mm": math.inf}),
+        ({}, {"autocast": "bfloat16"}, {"aten.mm": mac_picojoules("bfloat16")}),
         ({"format": "lns12"}, {}, {"aten.convolution": LNS, "lns_ops.linear": LNS}),
         ({"format": "lns12", "scope": "matmul"}, {}, {"aten.bmm": 4.6, "lns_ops.matmul": LNS}),
-        ({"format": "lns12", "accumulation": "float32"}, {}, {"lns_ops.matmul": math.inf}),
+        ({"format": "lns16", "accumulation": "float32"}, {}, {"lns_ops.matmul": 0.59 * 1.5}),
+        ({"format": "posit(8)"}, {}, {"aten.mm": math.inf}),
         ({"format": "float16"}, {}, {"aten.mm": 2.0}),
         ({"format": "int8", "gradient_format": "float16"}, {}, {"aten.mm": math.inf}),
         ({"format": "int8", "master_format": "float32"}, {}, {"aten.mm": 0.3}),
@@ -91,6 +93,6 @@ def test_a_trial_tells_the_modelled_energy_of_every_epoch(name: str) -> None:
 
 
 def test_a_trial_in_a_format_without_figures_tells_none() -> None:
-    found = Training(replace(BASE, precision=PrecisionConfig(format="bfloat16"))).train_epoch()
+    found = Training(replace(BASE, precision=PrecisionConfig(format="posit(8)"))).train_epoch()
     assert "telemetry/macs_per_step" in found
     assert "telemetry/modelled_joules" not in found
