@@ -47,8 +47,8 @@ from bench_study import run as run_trials
 from study.config import RowConfig, StudyConfig
 from study.ledger.log import Ledger
 from study.tracking.address import page
-from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, sync
+from study.tracking.writer_supervisor import Tracker
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 
 _RESULTS: dict[str, float] = {}

@@ -19,13 +19,13 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.engines.control import Control, Decision, clear, storage_refused
-from study.engines.launched import continued, launch_of_job
+from study.engines.launch_times import continued, launch_of_job
 from study.engines.preflight import check_same_data, check_same_name, preflight, say_changed_code
 from study.engines.ray.options import TuneOptions
 from study.engines.ray.start import RayStart
 from study.engines.runner import run_plan
 from study.errors import StorageError, refusals
-from study.evidence.stated import state_claims
+from study.evidence.statement import state_claims
 from study.ledger.events import Event
 from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
@@ -35,7 +35,7 @@ from study.ledger.storage import check_storage, check_writable, fetch_report, sh
 from study.ledger.studies import placed, read
 from study.plan.candidates import by_rule
 from study.plan.checkpoints import check_same_ledger
-from study.plan.engines import by_ray
+from study.plan.engine_choice import by_ray
 from study.plan.extend import continuations
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
@@ -43,9 +43,15 @@ from study.results.idle_time import remark
 from study.search.agenda import adopt
 from study.text import NAME, counted, one_line
 from study.tracking.address import OFF, how_to_open, page, store_of
-from study.tracking.sinks import Sinks, check_sinks
-from study.tracking.supervisor import NoTracker, Tracker, check_study, check_tracking, make_tracker
+from study.tracking.tensorboard_alerts import Sinks, check_sinks
 from study.tracking.writer import sync
+from study.tracking.writer_supervisor import (
+    NoTracker,
+    Tracker,
+    check_study,
+    check_tracking,
+    make_tracker,
+)
 from study.tracking_uri import REMEDY, name_address, stored
 from study.views.view import View
 from trainers.files import check_own_folder

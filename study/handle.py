@@ -27,8 +27,8 @@ from study.config.compose import load as load_config
 from study.engines.ask_tell import Suggestion, ask, asked, tell
 from study.engines.ray.options import TuneOptions
 from study.errors import UserError, refusals
+from study.evidence.judge import by_row, judge
 from study.evidence.record import record
-from study.evidence.verdicts import by_row, judge
 from study.ledger.log import FILE
 from study.ledger.state import ALL, UNFINISHED, StudyState
 from study.ledger.storage import refresh
@@ -367,7 +367,7 @@ def tuner(
         grid = study.tuner("quickstart", {"trial.epochs": 2}, name="in tune").fit()
         grid.get_best_result("validation/error", "min").config["row"]
     """
-    from study.engines.ray.tuner import StudyTuner
+    from study.engines.ray.study_tuner import StudyTuner
 
     composed = _compose(config, overrides, {**keys, "engine": "ray"})
     return StudyTuner(lambda options: _run(composed, ALL, time.monotonic(), options), run_config)

@@ -53,9 +53,9 @@ PARSERS = {
         "report",
         "reproduce",
         "run",
-        "serve",
         "stored",
         "tracking",
+        "ui",
     )
 }
 """Modules whose commands import their dependencies when they are called, because completion and
@@ -86,7 +86,7 @@ LAZY = {
     " reads its token's variables when it is loaded",
     ("study.engines.ray.start", "study.engines.ray.run"): "2.4 s, the same",
     ("study.engines.ray.scripts", "trainers.workers.executors"): "2.5 s, of torch, in a driver",
-    ("study.handle", "study.engines.ray.tuner"): "2.4 s, of Ray Tune",
+    ("study.handle", "study.engines.ray.study_tuner"): "2.4 s, of Ray Tune",
     ("study.handle", "study.views.console"): "0.1 s, of rich, as a study starts",
     ("study.handle", "study.views.notebook"): "shows what is drawn",
     ("study.handle", "study.report.figures.style"): "draws with what takes 1.6 s",
@@ -118,7 +118,7 @@ not need them (two cores of an AMD EPYC, Python 3.11)."""
 BY_NAME = {
     "lns_ops/__init__.py": "its public names, with torch",
     "study/__init__.py": "its public names, when one is used",
-    "study/evidence/verdicts.py": "a claim's own function gets the handle that users have, of a"
+    "study/evidence/judge.py": "a claim's own function gets the handle that users have, of a"
     " room above: the one call upwards",
     "trainers/user_code.py": "the user's modules",
     "trainers/workers/executors.py": "the room of one kind of executor, of those above this module",

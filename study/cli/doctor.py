@@ -39,7 +39,7 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from study.cli.examine import examine, examine_study, repair_study
+    from study.cli.doctor_checks import examine, examine_study, repair_study
 
     def say(line: str) -> None:
         print(line, flush=True)

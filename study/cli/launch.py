@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from study.cli.manage import Commands
 from study.cli.run import add_study
-from study.engines.launched import told
+from study.engines.launch_times import told
 from study.errors import OutOfSightError, UserError, refusals
 from study.program import lns_study
 

@@ -259,7 +259,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _print_status(console: Any, folder: Path, state: StudyState) -> None:
-    from study.engines.launched import launch_stages
+    from study.engines.launch_times import launch_stages
     from study.ledger.studies import condition
     from study.results.utilisation import first_epoch
     from study.views.progress import render

@@ -207,7 +207,7 @@ def _part(
         options: the command's options.
     """
     from study.evidence.reproduction import reproduced
-    from study.evidence.stated import overrides_of
+    from study.evidence.statement import overrides_of
 
     ran, file = state.config, _file(name, small=options.small, named=given is not None)
     known = {claim.check for claim in given.claims} if given else set()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.cli.manage import Commands, add_command
-from study.cli.serve import add_ui
+from study.cli.ui import add_ui
 from study.errors import UserError, refusals
 from study.program import lns_study
 from study.tracking.sqlite import advice
@@ -53,7 +53,7 @@ def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, S
     from study.ledger.lock import is_locked
     from study.ledger.studies import continued, find, placed, whole
     from study.tracking.address import OFF, store_of
-    from study.tracking.supervisor import check_tracking
+    from study.tracking.writer_supervisor import check_tracking
 
     with refusals():
         folder = find(options.study, options.storage)

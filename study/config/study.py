@@ -152,7 +152,7 @@ class StudyConfig:
             ``none`` to send nothing. A password in it is removed and kept only in this process
             (:mod:`study.tracking_uri`).
         tensorboard: whether to write TensorBoard event files into the study's folder
-            (:mod:`study.tracking.sinks`).
+            (:mod:`study.tracking.tensorboard_alerts`).
         alerts: shell commands by event: ``finished`` (a run of the study ends, successfully or
             not), ``failed`` (a trial is given up) and ``best`` (a configuration is better than all
             earlier ones). Environment variables ``LNS_STUDY_...`` describe the event.

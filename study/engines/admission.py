@@ -18,7 +18,7 @@ from study.engines.engine import EPSILON, Engine
 from study.ledger.events import Failed
 from study.ledger.state import StudyState
 from study.plan.durations import expected_seconds
-from study.plan.engines import resources_of
+from study.plan.engine_choice import resources_of
 from study.plan.identity import pace_key
 from study.plan.packing import LOOK_AHEAD
 from study.plan.trials import PlannedTrial

@@ -14,16 +14,16 @@ from study.config import StudyConfig
 from study.config.metric import DERIVED
 from study.engines.admission import Admission
 from study.engines.control import Control, Wish, grace_seconds, is_full
+from study.engines.early_stopping import make_scheduler
 from study.engines.engine import Engine
-from study.engines.schedulers import make_scheduler
 from study.engines.silence import Watch, describe_silence
 from study.ledger.events import Event, Started
 from study.ledger.log import Ledger
-from study.ledger.reports import Reports, began, metrics_of
 from study.ledger.slots import Waiting
 from study.ledger.state import StudyState, name_of
+from study.ledger.trial_events import Reports, began, metrics_of
 from study.plan.checkpoints import origin_of
-from study.plan.engines import resources_of
+from study.plan.engine_choice import resources_of
 from study.plan.packing import TAIL
 from study.plan.trials import PlannedTrial
 from study.results.idle_time import UseWatch

@@ -21,7 +21,7 @@ from study.engines.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
 from study.ledger.storage import check_storage, check_writable
-from study.plan.engines import choose_gang, needs_ray
+from study.plan.engine_choice import choose_gang, needs_ray
 from study.plan.identity import code_digests
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus

@@ -2,12 +2,12 @@
 
 Trials run on one of two engines: processes on this machine without Ray
 (:mod:`study.engines.local`), or Ray Tune (:mod:`study.engines.ray`);
-:func:`study.plan.engines.by_ray` chooses.
+:func:`study.plan.engine_choice.by_ray` chooses.
 
 The loop (:class:`~study.engines.loop.Loop`) starts trials, writes their reports into the ledger,
 and then acts on them. The :class:`~study.search.agenda.Agenda` chooses the next trial,
 :class:`~study.engines.admission.Admission` decides when it starts, the
-:class:`~study.engines.schedulers.Scheduler` (Ray Tune's) which trials end early, and the
+:class:`~study.engines.early_stopping.Scheduler` (Ray Tune's) which trials end early, and the
 :class:`~study.engines.control.Control` when the study pauses or ends. Trials that are finished in
 the ledger do not run again. Interrupted trials resume from their last undamaged checkpoint.
 
@@ -35,7 +35,7 @@ from study.ledger.lock import OUTPUT
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
 from study.plan.durations import of_storage
-from study.plan.engines import by_ray
+from study.plan.engine_choice import by_ray
 from study.plan.extend import continuations
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus, visible_gpus

@@ -20,7 +20,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from study.engines.schedulers import Scheduler, make_scheduler
+from study.engines.early_stopping import Scheduler, make_scheduler
 from study.ledger.state import FINISHED, StudyState
 from study.plan.identity import pace_key
 from study.plan.packing import Need, pack
@@ -28,7 +28,7 @@ from study.plan.plan import Plan, confirmation_rounds
 from study.plan.trials import PlannedTrial
 
 REQUESTS_A_TRIAL = 5
-"""Requests to the tracking store that one trial makes (:mod:`study.tracking.runs`)."""
+"""Requests to the tracking store that one trial makes (:mod:`study.tracking.mlflow_runs`)."""
 NEXT_SECONDS = 0.0015
 """Seconds from a trial's end to the next one's start in its slot, measured
 (docs/benchmarks/studies.md); what a start takes of its process is in the seconds of its epochs."""

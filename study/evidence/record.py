@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config import Metric
-from study.evidence.stated import stated
+from study.evidence.statement import stated
 from study.evidence.verdict import Verdict
 from study.ledger.state import StudyState
 from study.results.statistics import interval

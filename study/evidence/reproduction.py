@@ -19,10 +19,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from study.config import StudyConfig
 from study.config.compose import SMALL
+from study.evidence.judge import judge
 from study.evidence.record import record
-from study.evidence.stated import differences_of
+from study.evidence.statement import differences_of
 from study.evidence.verdict import OUTCOMES
-from study.evidence.verdicts import judge
 from study.ledger.state import StudyState
 from study.report.claims import HEADINGS, VERDICT, claim_cells, markdown_table, markdown_text
 from study.report.figures.style import LIGHT, png
@@ -113,7 +113,7 @@ def reproduced(
         file: the study's current config file, which may have amendments that the ledger lacks; None
             to use the config as it ran.
         run_checks: whether to run the functions of its claims, see
-            :func:`study.evidence.verdicts.judge`.
+            :func:`study.evidence.judge.judge`.
     """
     summary = summarise(state)
     file = file or state.config

@@ -36,10 +36,10 @@ from study.config import StudyConfig
 from study.config.claims import BOUNDS, digest
 from study.config.metric import DERIVED
 from study.config.search import broken
+from study.evidence.judge import LIKE, judge
 from study.evidence.record import FILE, read_record, record
-from study.evidence.stated import statement_of
+from study.evidence.statement import statement_of
 from study.evidence.verdict import ENOUGH
-from study.evidence.verdicts import LIKE, judge
 from study.evidence.verify_pages import has_form_of, verify_pages, verify_record
 from study.ledger.events import Event
 from study.ledger.log import read_ledger
@@ -51,12 +51,12 @@ from study.results.objectives import SPENT, objective
 from study.results.summary import summarise
 from study.results.ties import compared
 from study.tracking.address import OFF, store_of
+from study.tracking.mlflow_runs import own_runs
 from study.tracking.names import sanitise
 from study.tracking.payload import claim_tags
 from study.tracking.reconcile import audit
-from study.tracking.runs import own_runs
-from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
+from study.tracking.writer_supervisor import check_tracking
 from trainers.files import MOST_JSON, read_own
 
 ALPHA = 0.05

@@ -25,7 +25,7 @@ from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any
 
-from study.evidence.verdicts import LIKE
+from study.evidence.judge import LIKE
 from study.ledger.state import StudyState
 from study.report.pictures import Links, Parts, parts
 from study.report.write import PICTURES, render_files

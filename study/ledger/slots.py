@@ -100,8 +100,8 @@ class Run:
         over: whether the run has ended, as far as the ledger knows.
         software: commit, versions and platform of the driver, as the plan notes them.
         outcome: its outcome, as :class:`~study.ledger.state.StudyState` has it.
-        launch: times of the launch whose job it is (:mod:`study.engines.launched`); without those
-            before the job started, where the job has been started again.
+        launch: times of the launch whose job it is (:mod:`study.engines.launch_times`); without
+            those before the job started, where the job has been started again.
         most: largest number of trials at a time that the config allows; None for as many as fit.
         rows: row label by trial id.
         own_loops: ids of the trials that a loop of the user's own trains.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from study.config import StudyConfig
-from study.plan.engines import by_ray, choose_gang
+from study.plan.engine_choice import by_ray, choose_gang
 from study.plan.plan import Plan
 from study.plan.trials import PlannedTrial
 from study.text import counted

@@ -18,7 +18,7 @@ from typing import Any
 from study.config import StudyConfig
 from study.config.keys import is_number
 from study.config.space import describe, show
-from study.evidence.stated import stated
+from study.evidence.statement import stated
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.report.claims import claims_markdown, markdown_table, markdown_text
 from study.report.export import write_csv

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from study.evidence.judge import judge
 from study.evidence.record import record, write_record
-from study.evidence.verdicts import judge
 from study.ledger.state import StudyState
 from study.ledger.storage import REPORT
 from study.ledger.studies import read
@@ -46,7 +46,7 @@ def write_report(
         folder: folder of the report.
         study: folder of the study, for the checks of its claims; None for the parent of ``folder``.
         run_checks: whether to run the functions of its claims, see
-            :func:`study.evidence.verdicts.judge`.
+            :func:`study.evidence.judge.judge`.
 
     Raises:
         ValueError: the folder of the report is a symbolic link.

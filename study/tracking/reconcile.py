@@ -37,6 +37,7 @@ from study.ledger.state import ENDED, StudyState, TrialState, fold
 from study.program import lns_study
 from study.results.objectives import bits_of
 from study.tracking.artifacts import Artifacts
+from study.tracking.mlflow_runs import Runs, own_runs
 from study.tracking.names import SETTING, sanitise
 from study.tracking.payload import (
     BITS,
@@ -53,7 +54,6 @@ from study.tracking.payload import (
     params_of,
     point_of,
 )
-from study.tracking.runs import Runs, own_runs
 from study.tracking.view import view_key
 from study.tracking.writer import connect, tracking_lock
 

@@ -42,7 +42,7 @@ from study.ledger.state import PLANNED, StudyState, TrialState
 from study.tracking.address import WHERE
 from study.tracking.artifacts import Artifacts, PlaceError
 from study.tracking.database_file import DatabaseFileError, check_database
-from study.tracking.runs import Runs
+from study.tracking.mlflow_runs import Runs
 from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.view import view_key
 from study.tracking_uri import hide, reveal, without_login, without_password

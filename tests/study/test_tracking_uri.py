@@ -16,7 +16,7 @@ import pytest
 
 from study import tracking_uri as module
 from study.cli import main
-from study.cli.examine import Finding, _passwords
+from study.cli.doctor_checks import Finding, _passwords
 from study.config import StudyConfig
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
@@ -71,7 +71,7 @@ def test_a_password_in_the_uri_is_stored_and_shown_nowhere(
 ) -> None:
     """A real study over a real server, and every command that prints something about it."""
     ray = Finding(name="Ray", good=True, text="not asked here")
-    monkeypatch.setattr("study.cli.examine._ray", lambda address: ray)
+    monkeypatch.setattr("study.cli.doctor_checks._ray", lambda address: ray)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
     storage, uri = tmp_path / "studies", server.uri.replace("//", f"//ada:{SECRET}@")

@@ -20,7 +20,7 @@ from tests.study.conftest import TINY
 
 LOADED = "import sys, study.cli.entry as entry; entry.main(); print('torch' in sys.modules)"
 """Runs a command as ``lns-study`` does, and prints at the end whether it imported torch."""
-WAITS = ("study.tracking.writer", "study.tracking.sinks")
+WAITS = ("study.tracking.writer", "study.tracking.tensorboard_alerts")
 WORKER = "trainers.workers.fork_server"
 needs_gpu = pytest.mark.skipif(
     cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"

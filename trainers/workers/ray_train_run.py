@@ -1,4 +1,4 @@
-"""Executor of trials whose workers Ray Train starts (:func:`study.plan.engines.choose_gang`).
+"""Executor of trials whose workers Ray Train starts (:func:`study.plan.engine_choice.choose_gang`).
 
 The worker process runs ``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread.
 Ray Train's controller is a separate process, possibly on another machine. A callback in it connects

@@ -29,7 +29,7 @@ from study._compat import evict_cached_actors
 from study.engines.loop import Loop
 from study.engines.ray.hosts import Hosts
 from study.engines.ray.options import TuneOptions
-from study.engines.ray.supervisor import JOB, MESSAGES, TrialSupervisor
+from study.engines.ray.trial_supervisor import JOB, MESSAGES, TrialSupervisor
 from study.engines.ray.trials import Handed, TuneTrials
 from study.engines.ray_session import Use
 from trainers.workers.messages import DIED, UNPLACED, Died, ForLoop, last_line

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from study.engines.ray.process_host import NodeCheck, ProcessHost
-from study.engines.ray.supervisor import host_name
+from study.engines.ray.trial_supervisor import host_name
 from trainers.config import TrialConfig
 from trainers.workers.messages import NAMESPACE, last_line
 from trainers.workers.node import differing, versions

@@ -2,7 +2,7 @@
 
 Each node has one :class:`ProcessHost`. Its fork server has torch, the kernels and the data loaded,
 so a trial's process starts in milliseconds. The trials' supervisors
-(:mod:`study.engines.ray.supervisor`) hold the CPUs and GPUs. Each requests a process from the
+(:mod:`study.engines.ray.trial_supervisor`) hold the CPUs and GPUs. Each requests a process from the
 host of its node, and forwards the process's messages.
 
 A *run* is a trial, or one rank of a gang, in a process. A process is reused for the next run with

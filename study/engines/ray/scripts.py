@@ -21,7 +21,7 @@ from study.config.compose import override_trial
 from study.config.keys import flatten
 from study.config.metric import DERIVED
 from study.engines.ask_tell import Suggestion, ask, tell
-from study.engines.ray.supervisor import SLIVER
+from study.engines.ray.trial_supervisor import SLIVER
 from study.errors import UserError, refusals
 from study.ledger.events import Event
 from study.ledger.log import Ledger

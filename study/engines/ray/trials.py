@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from study.engines.engine import EPSILON, Slots
+from study.engines.ray.free_resources import Room
 from study.engines.ray.hosts import Hosts
-from study.engines.ray.room import Room
-from study.engines.ray.supervisor import LAST, Job
+from study.engines.ray.trial_supervisor import LAST, Job
 from trainers.workers.messages import ENDED, PLACED, STOPPED, Ended, Ending, ForLoop, WorkerPlan
 from trainers.workers.resources import WorkerResources
 

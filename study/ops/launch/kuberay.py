@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from study.config import StudyConfig
-from study.engines.launched import VARIABLE
+from study.engines.launch_times import VARIABLE
 from study.errors import OutOfSightError, UserError
 from study.ops.launch.package import Package
 from study.ops.launch.slurm import run_tool
@@ -172,7 +172,8 @@ def set_entrypoint(objects: list[dict[str, Any]], running: str, launched: str) -
     Args:
         objects: Kubernetes objects of the launch.
         running: entrypoint of the RayJob that is running, which stays unchanged; "" for none.
-        launched: times of the launch (:mod:`study.engines.launched`), passed in the environment.
+        launched: times of the launch (:mod:`study.engines.launch_times`), passed in the
+            environment.
     """
     (job,) = (each for each in objects if each["kind"] == "RayJob")
     job["spec"]["entrypoint"] = running or f"env {VARIABLE}={launched} {ENTRYPOINT}"

@@ -312,7 +312,7 @@ def _elsewhere(loaded: StudyConfig) -> set[Path]:
 def _packages() -> list[Path]:
     """Return the folders of our three packages, as imported by this process."""
     others = [Path(str(module.__file__)).resolve().parent for module in (trainers, lns_ops)]
-    return [Path(__file__).resolve().parents[1], *others]
+    return [Path(__file__).resolve().parents[2], *others]
 
 
 def _walk(top: Path, left_out: set[Path], links: list[Path] | None = None) -> Iterator[Path]:
@@ -352,7 +352,7 @@ def _modules() -> list[tuple[str, Path]]:
     :data:`SCRIPTS`. Markdown pages are left out, as in the published wheel.
     """
     name = f"{SCRIPTS}.py"
-    found = {name: Path(__file__).resolve().parents[2] / name}
+    found = {name: Path(__file__).resolve().parents[3] / name}
     for top in _packages():
         found |= {
             f"{top.name}/{path.relative_to(top).as_posix()}": path

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.engines.launched import VARIABLE
+from study.engines.launch_times import VARIABLE
 from study.engines.ray_token import keep_token
 from study.errors import OutOfSightError, UserError
 from study.ops.launch.package import Package
@@ -63,7 +63,8 @@ def job_request(package: Package, slug: str, launched: str = "") -> dict[str, An
     Args:
         package: the package to send.
         slug: the study's slug, the prefix of the job's id.
-        launched: times of the launch (:mod:`study.engines.launched`); "" if it is not submitted.
+        launched: times of the launch (:mod:`study.engines.launch_times`); "" if it is not
+            submitted.
     """
     told = {VARIABLE: launched} if launched else {}
     return {

@@ -46,7 +46,8 @@ def batch_command(
         package: the package to run.
         loaded: the study's config.
         template: the batch script.
-        launched: times of the launch (:mod:`study.engines.launched`); "" if it is not submitted.
+        launched: times of the launch (:mod:`study.engines.launch_times`); "" if it is not
+            submitted.
 
     Raises:
         UserError: the package's path contains a colon, so it cannot be in PYTHONPATH.

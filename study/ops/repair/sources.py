@@ -16,11 +16,11 @@ from study.config.metric import TEST
 from study.ledger.events import End, Event, Finished
 from study.ledger.state import FAILED, FINISHED, STOPPED
 from study.plan.checkpoints import checkpoints_of
+from study.tracking.mlflow_runs import runs_with_key
 from study.tracking.names import NONFINITE, SETTING, restore, sanitise
 from study.tracking.payload import BITS, KEY_TAG, MARK_TAG, SECONDS
-from study.tracking.runs import runs_with_key
-from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
+from study.tracking.writer_supervisor import check_tracking
 
 ENDS = (FINISHED, STOPPED, FAILED)
 """Events that end a trial."""

@@ -7,7 +7,7 @@ import pytest
 
 from study.config import RowConfig, StudyConfig
 from study.engines.preflight import check_engine
-from study.plan.engines import by_ray
+from study.plan.engine_choice import by_ray
 from trainers.config import SyncConfig, TrialConfig
 
 NEEDS = {

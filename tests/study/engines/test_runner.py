@@ -26,8 +26,8 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, TrialState, fold
 from study.report.tables import protocol
 from study.tracking.payload import data_of
-from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, sync
+from study.tracking.writer_supervisor import Tracker
 from tests.study.conftest import SilentView
 from tests.study.engines.conftest import Tiny, count_reports, killing_once, results, run, run_tiny
 from tests.study.servers import Server

@@ -12,7 +12,7 @@ import pytest
 from study.cli import main
 from study.config import SearchConfig, StudyConfig
 from study.config.compose import load
-from study.engines.schedulers import Scheduler
+from study.engines.early_stopping import Scheduler
 from study.engines.simulate import recorded_errors, recorded_seconds, simulate, synthetic
 from study.ledger.state import fold
 from study.plan.plan import make_plan

@@ -17,9 +17,9 @@ from study.config.claims import (
     statement,
 )  # fmt: skip
 from study.config.compose import load
+from study.evidence.judge import judge
 from study.evidence.reproduction import Reproduced, reproduced, write_page
-from study.evidence.stated import differences_of, overrides_of, state_claims, stated
-from study.evidence.verdicts import judge
+from study.evidence.statement import differences_of, overrides_of, state_claims, stated
 from study.ledger.state import fold
 from study.ledger.studies import read
 from study.report.pictures import TITLES

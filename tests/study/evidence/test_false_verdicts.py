@@ -13,10 +13,10 @@ import pytest
 
 from study.config import ClaimConfig, Metric
 from study.evidence.analyses import chosen, critical_difference, difference_of_seeds
+from study.evidence.judge import judge
 from study.evidence.record import SAME, record
 from study.evidence.reproduction import reproduced
 from study.evidence.verdict import Verdict, decide, judge_mean, of_mean
-from study.evidence.verdicts import judge
 from study.ledger.state import fold
 from study.ledger.studies import read
 from study.results.summary import summarise

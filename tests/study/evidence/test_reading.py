@@ -13,9 +13,9 @@ import pytest
 import study
 from study.cli.entry import main
 from study.config import StudyConfig
-from study.evidence.kept import NOT_RUN
+from study.evidence.judge import judge
+from study.evidence.kept_verdicts import NOT_RUN
 from study.evidence.record import FILE, read_record
-from study.evidence.verdicts import judge
 from study.ledger.state import fold
 from study.ledger.studies import read
 from study.ops.serve.dashboard import Page

@@ -14,10 +14,10 @@ import pytest
 from study.config import ClaimConfig, StudyConfig
 from study.config.compose import load
 from study.config.study import RowConfig
+from study.evidence.judge import by_row, judge
 from study.evidence.record import FILE, record, write_record
-from study.evidence.stated import state_claims, stated
+from study.evidence.statement import state_claims, stated
 from study.evidence.verdict import Verdict, decide
-from study.evidence.verdicts import by_row, judge
 from study.ledger.events import Event
 from study.ledger.state import fold
 from study.plan.plan import make_plan

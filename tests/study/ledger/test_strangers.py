@@ -24,7 +24,7 @@ from study.ledger.lock import LOCK, OF_TRIALS, OUTPUT, OWN_FOLDERS
 from study.ledger.log import FILE, Ledger
 from study.plan.plan import make_plan
 from study.tracking.address import WHERE
-from study.tracking.sinks import LOG, NOTES, Alerts
+from study.tracking.tensorboard_alerts import LOG, NOTES, Alerts
 from study.tracking.writer import LOCK as TRACKING_LOCK
 from study.tracking.writer import tracking_lock
 from tests.study.conftest import TINY, made_up_events, write_ledger

@@ -10,7 +10,7 @@ import pytest
 from study.config import StudyConfig
 from study.config.compose import load
 from study.engines.preflight import check_elastic
-from study.plan.engines import LONG, START_SECONDS, choose_gang, resources_of
+from study.plan.engine_choice import LONG, START_SECONDS, choose_gang, resources_of
 from study.plan.estimate import describe_plan
 from study.plan.plan import Plan, make_plan
 from tests.study.conftest import TINY, made_up_events, write_ledger

@@ -11,7 +11,7 @@ import pytest
 
 from study.config import SearchConfig, StudyConfig
 from study.config.compose import load
-from study.engines.schedulers import Scheduler, make_scheduler
+from study.engines.early_stopping import Scheduler, make_scheduler
 from study.handle import Study, run
 from study.ledger.events import Event
 from study.ledger.state import StudyState, fold

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from study.cli.examine import _tracking
+from study.cli.doctor_checks import _tracking
 from study.config import StudyConfig
 from study.ledger.studies import read
 from study.report.write import write_report
 from study.tracking import sqlite as made_by
 from study.tracking.database_file import DatabaseFileError, check_database, check_files
 from study.tracking.sqlite import _make, rename_folder
-from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
+from study.tracking.writer_supervisor import check_tracking
 from tests.study.conftest import copy_database, made_up_events, write_ledger
 
 Tiny = Callable[..., StudyConfig]

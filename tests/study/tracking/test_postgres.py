@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from study.config import StudyConfig
-from study.tracking.supervisor import check_tracking
+from study.tracking.writer_supervisor import check_tracking
 from tests.study.conftest import made_up_events
 from tests.study.tracking.conftest import is_equal, report_in, runs_of, send
 

@@ -22,9 +22,9 @@ from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
 from study.plan.identity import trial_id
 from study.report.write import write_report
+from study.tracking.mlflow_runs import runs_with_key
 from study.tracking.payload import KEY_TAG, MARK_TAG
 from study.tracking.reconcile import reconcile
-from study.tracking.runs import runs_with_key
 from study.tracking.writer import connect
 from tests.study.conftest import TINY, copy_database, made_up_events, write_ledger
 from tests.study.servers import Server

@@ -20,8 +20,8 @@ from study.ledger.log import FILE, Follower, Ledger
 from study.ledger.state import fold
 from study.tracking import writer
 from study.tracking.payload import datasets_of
-from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect, tracking_lock
+from study.tracking.writer_supervisor import check_tracking
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.servers import Server
 from tests.study.tracking.conftest import Tiny, is_equal, report_in, runs_of, send
@@ -363,7 +363,7 @@ def test_a_database_that_does_not_answer_is_not_left_to_mlflows_two_minutes_of_t
     def waits(uri: str) -> None:
         raise AssertionError("asked MLflow")
 
-    monkeypatch.setattr("study.tracking.supervisor.connect", waits)
+    monkeypatch.setattr("study.tracking.writer_supervisor.connect", waits)
     with pytest.raises(ValueError, match=r"ada:\*\*\*@127.0.0.1:9.*Connection refused"):
         check_tracking("postgresql://ada:secret@127.0.0.1:9/studies")
 

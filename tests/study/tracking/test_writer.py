@@ -23,10 +23,10 @@ from study.config import StudyConfig
 from study.ledger.events import Event
 from study.ledger.log import Ledger
 from study.ledger.state import FINISHED
-from study.tracking.sinks import LOCK as SINKS_LOCK
-from study.tracking.sinks import Sinks
-from study.tracking.supervisor import Tracker, check_tracking
+from study.tracking.tensorboard_alerts import LOCK as SINKS_LOCK
+from study.tracking.tensorboard_alerts import Sinks
 from study.tracking.writer import LOCK, connect, sync, tracking_lock
+from study.tracking.writer_supervisor import Tracker, check_tracking
 from tests.study.conftest import SilentView, copy_database, made_up_events, write_ledger
 from tests.study.servers import Server
 from tests.study.tracking.conftest import is_equal, runs_of
@@ -90,9 +90,9 @@ DRIVER = """
 import os, signal, sys, json, time
 from pathlib import Path
 from study.ledger.log import Ledger
-from study.tracking.sinks import LOCK as SINKS_LOCK
-from study.tracking.sinks import Sinks
-from study.tracking.supervisor import Tracker
+from study.tracking.tensorboard_alerts import LOCK as SINKS_LOCK
+from study.tracking.tensorboard_alerts import Sinks
+from study.tracking.writer_supervisor import Tracker
 folder, uri, events = Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
 with Ledger(folder) as ledger:
     for event in events:

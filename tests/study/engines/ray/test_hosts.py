@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from study.engines.ray.free_resources import Room
 from study.engines.ray.hosts import IDLE_SECONDS, NODE_LABEL, Hosts
 from study.engines.ray.process_host import NodeCheck
-from study.engines.ray.room import Room
 from study.engines.ray.trials import ASK_SECONDS, TuneTrials
 from trainers.workers.messages import DIED, Message
 from trainers.workers.resources import WorkerResources

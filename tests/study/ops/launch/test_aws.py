@@ -13,7 +13,7 @@ import yaml
 
 from tests.study.ops.launch.test_image import arguments
 
-FILE = Path(__file__).resolve().parents[3] / "conf" / "cluster" / "aws.yaml"
+FILE = Path(__file__).resolve().parents[4] / "conf" / "cluster" / "aws.yaml"
 AMI = "ami-12c6146b"
 """A machine image that moto knows."""
 

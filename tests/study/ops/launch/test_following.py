@@ -19,7 +19,7 @@ import pytest
 from ray.exceptions import AuthenticationError
 
 from study.cli import launch, main
-from study.engines.launched import VARIABLE
+from study.engines.launch_times import VARIABLE
 from study.errors import OutOfSightError, UserError
 from study.ops.launch import kuberay, ray_jobs
 from study.ops.launch.slurm import Seen, look
@@ -185,7 +185,7 @@ def launched(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The arguments that launch to Kubernetes in a team's namespace."""
     monkeypatch.setattr(kuberay, "LOOK_SECONDS", 0.0)
     (tmp_path / "tiny.yaml").write_text(TINY)
-    shipped = Path(__file__).parents[3] / "conf" / "cluster" / "rayjob.yaml"
+    shipped = Path(__file__).parents[4] / "conf" / "cluster" / "rayjob.yaml"
     own = shipped.read_text().replace("  name: lns-study\n", "  name: x\n  namespace: team-a\n", 1)
     (tmp_path / "own.yaml").write_text(own)
     words = ["launch", "tiny.yaml", "--to", "kuberay", "--template", "own.yaml"]
@@ -329,7 +329,7 @@ def test_a_cluster_that_is_not_made_anew_is_not_waited_for_without_end(
     assert "has been Retrying for 0 minutes" in capfd.readouterr().err
 
 
-SCRIPT = Path(__file__).parents[3] / "conf" / "cluster" / "slurm.sh"
+SCRIPT = Path(__file__).parents[4] / "conf" / "cluster" / "slurm.sh"
 JOB = {
     "SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1", "SLURM_PROCID": "0",
     "SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1",

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 CLUSTER = ROOT / "conf" / "cluster"
 IMAGE = "lns-study:0.1.0"
 BASE = {"bash", "sh", "cat", "mkdir", "install", "rm", "useradd", "apt-get", "python", "pip"}

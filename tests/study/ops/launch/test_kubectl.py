@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from study.cli import main
-from study.engines.launched import VARIABLE
+from study.engines.launch_times import VARIABLE
 from study.ops.launch import kuberay
 from tests.study.conftest import TINY
 from tests.study.ops.launch.machines.kubernetes_api import (

@@ -28,7 +28,7 @@ from study.ops.launch.package import Package, pack
 from study.tracking_uri import without_password
 from tests.study.conftest import TINY
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CLUSTER = ROOT / "conf" / "cluster"
 GUIDE = (ROOT / "docs" / "howto" / "cluster.md").read_text()
 SCHEMAS = Path(__file__).parent / "schemas"

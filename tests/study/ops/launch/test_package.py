@@ -31,7 +31,7 @@ from tests.study.object_store import SECRET
 
 WORDS = ["storage=/studies", "tracking_uri=none"]
 HEX = "0123456789abcdef" * 2
-RAYJOB = Path(__file__).parents[3] / "conf" / "cluster" / "rayjob.yaml"
+RAYJOB = Path(__file__).parents[4] / "conf" / "cluster" / "rayjob.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +212,7 @@ def test_the_job_runs_our_package_whatever_its_folder_holds(here: Path) -> None:
 
 def test_no_other_process_of_ours_imports_from_the_current_folder() -> None:
     """``python -m`` looks there first; ``-P`` leaves it out."""
-    root = Path(packages.__file__).parents[2]
+    root = Path(packages.__file__).parents[3]
     sources = [
         *(root / "study").rglob("*.py"),
         *(root / "trainers").rglob("*.py"),

@@ -25,8 +25,8 @@ from sqlalchemy.engine import Engine
 from study.ops.serve.mlflow_server import TOKEN
 from study.ops.serve.ui import command, environment, listen
 from study.tracking.sqlite import prepare, write_statistics
-from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
+from study.tracking.writer_supervisor import check_tracking
 from tests.study.servers import Server, connections, open_files
 
 OTHER_MLFLOW = """

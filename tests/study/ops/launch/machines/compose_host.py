@@ -24,7 +24,7 @@ import yaml
 
 from tests.study.servers import free_port
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 FILE = ROOT / "conf" / "cluster" / "compose.yaml"
 ANSWERS = 300
 """Seconds to wait for a server."""

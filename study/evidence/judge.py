@@ -14,7 +14,7 @@ the validation split. So the test set is used once, at the end, and selects noth
   smallest difference that could have been detected.
 - ``importance`` and ``ranks``: :mod:`study.evidence.analyses`.
 - ``check``: a function of the study. It only runs in commands that run the study, or if the user
-  asks for it; otherwise the last report has the verdict (:mod:`study.evidence.kept`).
+  asks for it; otherwise the last report has the verdict (:mod:`study.evidence.kept_verdicts`).
 
 A row whose difference is the same at :data:`ENOUGH` or more seeds counts without a test.
 
@@ -35,8 +35,8 @@ from typing import Any
 
 from study.config import ClaimConfig, Metric
 from study.evidence.analyses import judge_importance, judge_ranks
-from study.evidence.kept import kept
-from study.evidence.stated import stated
+from study.evidence.kept_verdicts import kept
+from study.evidence.statement import stated
 from study.evidence.verdict import (
     ENOUGH,
     FAILS,

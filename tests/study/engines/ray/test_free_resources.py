@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from study.engines.ray.free_resources import Room
 from study.engines.ray.hosts import NodeRoom
-from study.engines.ray.room import Room
 from trainers.workers.resources import WorkerResources
 
 pytestmark = pytest.mark.unit

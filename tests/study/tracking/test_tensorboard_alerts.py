@@ -22,9 +22,9 @@ from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import fold
 from study.report.write import write_report
 from study.results.ties import compared
-from study.tracking import sinks
+from study.tracking import tensorboard_alerts as sinks
 from study.tracking.payload import documents_of
-from study.tracking.sinks import Feed, Sinks, check_sinks
+from study.tracking.tensorboard_alerts import Feed, Sinks, check_sinks
 from tests.study.conftest import SilentView, made_up_events, write_ledger
 
 Tiny = Callable[..., StudyConfig]

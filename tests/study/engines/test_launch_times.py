@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from study.engines.launched import continued, launch_stages
+from study.engines.launch_times import continued, launch_stages
 from study.ledger.slots import Run, follow
 
 

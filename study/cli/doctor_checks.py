@@ -25,7 +25,7 @@ from study.plan.checkpoints import check_checkpoints
 from study.program import lns_study
 from study.text import counted
 from study.tracking.address import OFF, check_default, store_of
-from study.tracking.supervisor import check_tracking
+from study.tracking.writer_supervisor import check_tracking
 from study.tracking_uri import REMEDY, hide, stored
 from trainers.object_store import is_url, local_folder, place_of
 

@@ -1,5 +1,5 @@
 """The process that writes a study's TensorBoard files and runs its alerts: ``python -m
-study.tracking.sinks``, started by the driver if the study has either.
+study.tracking.tensorboard_alerts``, started by the driver if the study has either.
 
 Like the MLflow writer (:mod:`study.tracking.writer`) it reads the ledger's new lines, so training
 never waits for it, and it continues if the driver exits or is killed. Its errors do not affect the
@@ -46,8 +46,8 @@ from study.ledger.log import FILE, Follower
 from study.ledger.state import StudyState, TrialState, name_of
 from study.program import module_command
 from study.results.configurations import best, groups_of_seeds, signed
-from study.tracking.supervisor import MOST_STARTS
 from study.tracking.writer import LINGER_SECONDS, ROUND_SECONDS, tracking_lock
+from study.tracking.writer_supervisor import MOST_STARTS
 from trainers.files import (
     MOST_JSON,
     check_own_file,
@@ -133,7 +133,7 @@ class Sinks:
     def _spawn(self) -> None:
         """Start the process in its own session, so that Ctrl-C does not reach it."""
         self._process = subprocess.Popen(
-            [*module_command("study.tracking.sinks"), "--folder", str(self._folder)],
+            [*module_command("study.tracking.tensorboard_alerts"), "--folder", str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -407,7 +407,7 @@ class Feed:
 
 def main() -> int:
     """Run the process; see the module docstring."""
-    parser = argparse.ArgumentParser(prog="python -m study.tracking.sinks")
+    parser = argparse.ArgumentParser(prog="python -m study.tracking.tensorboard_alerts")
     parser.add_argument("--folder", required=True, type=Path)
     folder = parser.parse_args().folder
     if not (folder / FILE).exists():  # removed, moved or unmounted; the driver reports it

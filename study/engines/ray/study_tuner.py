@@ -8,7 +8,7 @@ from typing import Any
 from ray import tune
 
 from study.engines.ray.options import TuneOptions
-from study.engines.ray.results import StudyResults
+from study.engines.ray.result_grid import StudyResults
 from study.errors import UserError
 
 OURS = ("failure_config", "checkpoint_config", "sync_config", "stop")
