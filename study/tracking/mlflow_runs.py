@@ -34,7 +34,7 @@ from study.ledger.events import Report
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
 from study.tracking.artifacts import Artifacts
 from study.tracking.models import log_models
-from study.tracking.names import NONFINITE, SETTING
+from study.tracking.names import NONFINITE, SECONDS, is_old_setting
 from study.tracking.payload import (
     KEY_TAG,
     KIND_TAG,
@@ -44,7 +44,6 @@ from study.tracking.payload import (
     PARENT_TAG,
     PROFILE,
     RESULT_TAGS,
-    SECONDS,
     claim_tags,
     datasets_of,
     documents_of,
@@ -57,7 +56,6 @@ from study.tracking.payload import (
     profiles,
     report_metrics,
     row_figures,
-    settings_metrics,
     trial_tags,
 )
 from study.tracking.view import view_tag
@@ -83,7 +81,6 @@ class _Known:
         end: time of its end in milliseconds since 1970; None before.
         last: last epoch with a metric; that epoch may be incomplete.
         params: names of its params.
-        settings: whether the numeric settings were sent as metrics.
         inputs: whether the data set was sent.
         results: its tags about the trial's end.
         parent: id of its parent run.
@@ -98,7 +95,6 @@ class _Known:
     end: int | None = None
     last: int = 0
     params: frozenset[str] = frozenset()
-    settings: bool = False
     inputs: bool = False
     results: dict[str, str] = field(default_factory=dict)
     parent: str = ""
@@ -128,6 +124,7 @@ class Runs:
         self._artifacts = artifacts
         self.plan = plan = state.plan
         self._name = plan["study"]["name"]
+        self._first = state.config.primary_metric.name
         self._key = str(plan["ledger"])
         self._artifacts.follow()
         self._experiment = self._ensure_experiment()
@@ -160,17 +157,20 @@ class Runs:
             for epoch, event in sorted(trial.reports.items())
             if epoch not in known.sent and epoch >= known.last
         }
-        metrics = [] if known.settings else list(settings_metrics(trial, self.plan))
-        metrics += [
-            metric for epoch, event in fresh.items() for metric in report_metrics(epoch, event)
+        metrics = [
+            metric
+            for epoch, event in fresh.items()
+            for metric in report_metrics(epoch, event, self._first)
         ]
         metrics += end_metrics(trial)
         params = [
-            (name, value) for name, value in params_of(trial.config) if name not in known.params
+            (name, value)
+            for name, value in params_of(trial.config).items()
+            if name not in known.params
         ]
         self._log(known.run, metrics, params, {MARK_TAG: self._state.latest})
         self._tag(known, trial, fresh)
-        known.params, known.settings = known.params | {name for name, _ in params}, True
+        known.params |= {name for name, _ in params}
         known.sent |= set(fresh)
         self._log_inputs(known, trial)
         if trial.status in ENDED:
@@ -483,13 +483,13 @@ def _known(run: Any) -> _Known:
     reported = [
         metric
         for metric in metrics
-        if metric.key != SECONDS and not metric.key.startswith((SETTING, "test/"))
+        if not (metric.key == SECONDS or metric.key.startswith("test/"))
+        and not is_old_setting(metric.key)
     ]
     return _Known(
         run=run.info.run_id, status=run.info.status, end=run.info.end_time,
         last=max((metric.step for metric in reported), default=0),
         params=frozenset(run.data.params),
-        settings=any(metric.key.startswith(SETTING) for metric in metrics),
         inputs=bool(run.inputs and run.inputs.dataset_inputs),
         results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
         parent=run.data.tags.get(PARENT_TAG, ""), row=run.data.tags.get("row", ""),

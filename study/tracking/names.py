@@ -18,7 +18,6 @@ import math
 import posixpath
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from study.config import Metric
 from study.config.keys import flatten
@@ -31,10 +30,14 @@ PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
 EXPERIMENT_LENGTH = 500
 
-SETTING = "cfg/"
-"""Prefix of numeric settings that are also sent as metrics, such as ``cfg/optimizer.lr``.
+SECONDS = "seconds"
+"""Metric with the training time of a trial."""
+BITS = "bits"
+"""Param with the width of the number format, which the config does not have."""
+OLD_SETTING = "cfg/"
+"""Prefix of metrics that earlier versions sent, a metric for each numeric setting.
 
-MLflow can plot and sort metrics, but compares params only for equality.
+They also sent :data:`BITS` as a metric. Neither is sent, compared or restored any more.
 """
 NONFINITE = "nonfinite/"
 """Prefix of tags that list the epochs at which a metric was infinite."""
@@ -94,13 +97,9 @@ def of_row(metric: Metric, figure: str = "_sd") -> str:
     return f"/{metric.row_key}{figure}"
 
 
-def settings_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric settings of a config, by ``cfg/`` plus their dotted key."""
-    return {
-        f"{SETTING}{name}": float(value)
-        for name, value in flatten(dict(config)).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+def is_old_setting(name: str) -> bool:
+    """Return whether an earlier version sent a setting as the metric ``name``."""
+    return name == BITS or name.startswith(OLD_SETTING)
 
 
 def check_loggable(plan: Plan) -> None:

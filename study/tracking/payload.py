@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from study.plan.identity import named_code
 from study.results.objectives import bits_of
 from study.results.summary import summarise
 from study.text import layout_of
-from study.tracking.names import SETTING, TAG_LENGTH, nonfinite_tags, of_row, sanitise, settings_of
+from study.tracking.names import BITS, SECONDS, TAG_LENGTH, nonfinite_tags, of_row, sanitise
 from trainers.files import has_links
 from trainers.user_code import without_folder
 
@@ -46,7 +46,6 @@ It is sent just before the run's end; sending it again overwrites the same files
 """
 TEXT = 5000
 """Maximum number of characters of an error or a description in a tag."""
-SECONDS, BITS = "seconds", "bits"
 RESULT_TAGS = ("status", "restarts", "stopped_by", "error")
 """Tags of an ended trial; they are removed if the trial is retried."""
 
@@ -66,13 +65,12 @@ A trial that a scheduler ended early counts as finished; it has the tag ``stoppe
 """
 
 
-def expected_points(trial: TrialState, plan: Planned) -> set[tuple[str, int, int, float | None]]:
+def expected_points(trial: TrialState) -> set[tuple[str, int, int, float | None]]:
     """Return every metric point that a trial's run should have.
 
     A point is a tuple of name, step, timestamp (ms) and value (None for NaN).
     """
-    metrics = list(settings_metrics(trial, plan))
-    metrics += [
+    metrics = [
         metric for epoch, event in trial.reports.items() for metric in report_metrics(epoch, event)
     ]
     metrics += end_metrics(trial)
@@ -87,12 +85,6 @@ def point_of(metric: Any) -> tuple[str, int, int, float | None]:
         metric.timestamp,
         None if math.isnan(metric.value) else metric.value,
     )
-
-
-def is_setting(point: tuple[str, int, int, float | None]) -> bool:
-    """Return whether a point is a setting; its time is then irrelevant."""
-    name, step, *_ = point
-    return step == 0 and (name == BITS or name.startswith(SETTING))
 
 
 def may_differ(trial: TrialState) -> set[str]:
@@ -155,25 +147,17 @@ def _mark(claim: Mapping[str, Any]) -> str:
     return "" if claim.get("stated", SAME) == SAME else "NOT AS STATED, "
 
 
-def report_metrics(epoch: int, event: Report) -> Iterator[Any]:
-    """Yield an epoch's metrics, and the settings that changed while the trial ran.
+def report_metrics(epoch: int, event: Report, first: str = "") -> Iterator[Any]:
+    """Yield an epoch's metrics.
 
-    Changed settings are the event's ``params``. They are sent as metrics, because MLflow's params
-    are immutable.
+    Args:
+        epoch: the epoch.
+        event: its report.
+        first: name of the metric to yield first. MLflow's comparison of runs opens on the metric
+            that its database got first.
     """
-    yield from metrics_of(event["metrics"], epoch, event["time"])
-    if event.get("params"):
-        yield from metrics_of(settings_of(event["params"]), epoch, event["time"])
-
-
-def settings_metrics(trial: TrialState, plan: Planned) -> Iterator[Any]:
-    """Yield the numeric settings and the width of the number format as metrics.
-
-    MLflow plots metrics, but not params.
-    """
-    yield from metrics_of(
-        {**settings_of(trial.config), BITS: bits_of(trial.config)}, 0, trial.started or plan["time"]
-    )
+    metrics = sorted(event["metrics"].items(), key=lambda entry: entry[0] != first)
+    return metrics_of(dict(metrics), epoch, event["time"])
 
 
 def end_metrics(trial: TrialState) -> Iterator[Any]:
@@ -200,9 +184,14 @@ def metrics_of(values: Mapping[str, Any], epoch: int, seconds: float) -> Iterato
             yield Metric(sanitise(name), float(value), int(seconds * 1000), epoch)
 
 
-def params_of(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Flatten a nested config into params such as ``precision.format``."""
-    return [(sanitise(name), str(value)) for name, value in flatten(dict(config)).items()]
+def params_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a trial's params: its settings, such as ``precision.format``, and :data:`BITS`.
+
+    The bits are left out if they are not known here (``table(path.npy)``).
+    """
+    bits = bits_of(dict(config))
+    params = {sanitise(name): str(value) for name, value in flatten(dict(config)).items()}
+    return params if bits is None else params | {BITS: f"{bits:g}"}
 
 
 def row_figures(state: StudyState) -> dict[str, float]:

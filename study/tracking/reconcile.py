@@ -25,7 +25,7 @@ import http
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,21 +35,17 @@ from study._compat import tracking_store
 from study.ledger.log import Follower
 from study.ledger.state import ENDED, StudyState, TrialState, fold
 from study.program import lns_study
-from study.results.objectives import bits_of
 from study.tracking.artifacts import Artifacts
 from study.tracking.mlflow_runs import Runs, own_runs
-from study.tracking.names import SETTING, sanitise
+from study.tracking.names import BITS, SECONDS, is_old_setting, sanitise
 from study.tracking.payload import (
-    BITS,
     MARK_TAG,
     MLFLOW_STATUS,
     PARENT_TAG,
     RESULT_TAGS,
-    SECONDS,
     comparable_params,
     expected_points,
     expected_tags,
-    is_setting,
     may_differ,
     params_of,
     point_of,
@@ -211,14 +207,12 @@ def _compare(
     client: Any, pairs: Sequence[tuple[TrialState, Any]], state: StudyState, parent: str
 ) -> list[_Entry]:
     """Compare some trials with their runs."""
-    wanted = {run.info.run_id: expected_points(trial, state.plan) for trial, run in pairs}
+    wanted = {run.info.run_id: expected_points(trial) for trial, run in pairs}
     ours = _metric_names(state)
     names = {
         run.info.run_id: (
             {name for name, *_ in wanted[run.info.run_id]}
             | {name for name in run.data.metrics if _is_ours(name, ours)}
-            # the format may be known only where the study has run (``table(path.npy)``)
-            - ({BITS} if bits_of(trial.config) is None else set())
         )
         for trial, run in pairs
     }
@@ -226,10 +220,11 @@ def _compare(
     entries = []
     for trial, run in pairs:
         points = have[run.info.run_id]
-        missing, false = _compare_points(trial, wanted[run.info.run_id], points)
-        params = comparable_params(trial, dict(params_of(trial.config)))
+        missing, false = _compare_points(wanted[run.info.run_id], points)
+        params = comparable_params(trial, params_of(trial.config))
         stored = comparable_params(trial, run.data.params)
-        missing += [f"param {name}" for name in params if name not in stored]
+        earlier = {BITS} & run.data.metrics.keys()
+        missing += [f"param {name}" for name in params if name not in stored.keys() | earlier]
         wrong = [
             name
             for name in params
@@ -251,35 +246,20 @@ def _metric_names(state: StudyState) -> set[str]:
 
 
 def _is_ours(name: str, reported: set[str]) -> bool:
-    return name in reported or name in (SECONDS, BITS) or name.startswith((SETTING, "test/"))
+    ours = name in reported or name == SECONDS or name.startswith("test/")
+    return ours and not is_old_setting(name)
 
 
-def _compare_points(
-    trial: TrialState, wanted: set[Point], points: Sequence[Point]
-) -> tuple[list[str], list[str]]:
+def _compare_points(wanted: set[Point], points: Sequence[Point]) -> tuple[list[str], list[str]]:
     """Return descriptions of the missing points, and of the wrong or duplicate ones."""
-    ours, theirs = _comparable_points(wanted, trial), _comparable_points(points, trial)
-    missing = [f"{name} at step {step}" for name, step, *_ in sorted(ours - theirs, key=str)]
+    found = Counter(points)
+    missing = [f"{name} at step {step}" for name, step, *_ in sorted(wanted - set(found), key=str)]
     false = [
         f"{name} = {value} at step {step}"
-        for name, step, _, value in sorted(theirs - ours, key=str)
+        for name, step, _, value in sorted(set(found) - wanted, key=str)
     ]
-    twice = sum(count - 1 for point, count in Counter(points).items() if not is_setting(point))
+    twice = found.total() - len(found)
     return missing, false + ([f"{twice} points twice"] if twice else [])
-
-
-def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]:
-    """Return points for a comparison: settings without time, and without values that may differ."""
-    free = {f"{SETTING}{name}" for name in may_differ(trial)}
-    return {
-        (
-            (name, step, 0, value)
-            if is_setting((name, step, time, value))
-            else (name, step, time, value)
-        )
-        for name, step, time, value in points
-        if name not in free
-    }
 
 
 def _compare_tags(trial: TrialState, run: Any, parent: str) -> list[str]:

@@ -8,8 +8,10 @@ the zlib-compressed JSON of the runs page. The format is internal to MLflow, hen
 
 MLflow adds a chart for every metric without one, in sections named by the part of the metric's name
 before the last ``/``. It sorts the sections by name unless ``isAccordionReordered`` is set.
-Therefore the view sets it and lists its own section first. The sections of settings and of rows are
-listed as closed, so that MLflow does not draw them.
+Therefore the view sets it and lists its own section first. The sections of rows are listed as
+closed, so that MLflow does not draw them.
+
+A scatter chart's axis may be a param, which MLflow places by its number.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from study.config import OUTSIDE, Metric, StudyConfig
-from study.config.keys import flatten
+from study.config.keys import flatten, is_number
 from study.config.space import parse_space
 from study.ledger.events import Planned
-from study.tracking.names import SETTING, of_row, sanitise, settings_of
+from study.tracking.names import BITS, SECONDS, of_row, sanitise
 
 TAG = "mlflow.sharedViewState."
 SECTION = "study"
@@ -58,17 +60,15 @@ def view_state(plan: Planned) -> dict[str, Any]:
     study = StudyConfig.from_dict(plan["study"])
     metric, shown = study.primary_metric, study.search.first
     shown = shown if "/" in shown.name else metric
-    varied = varied_keys(plan)
+    varied, grouped = varied_keys(plan), _grouped(study)
     bytes_ = (
         ["bytes/parameter_step"] if any(config["workers"] > 1 for config in _configs(plan)) else []
     )
     columns = [_column("tags", name) for name in ("row", "format", "layout")]
-    columns += [_column("params", sanitise(key)) for key in dict.fromkeys([*varied, "seed"])]
+    columns += [_column("params", sanitise(key)) for key in dict.fromkeys([*varied, "seed", BITS])]
     columns += [
         _column("metrics", sanitise(name))
-        for name in dict.fromkeys(
-            [shown.name, metric.test_name, metric.name, "bits", "seconds", *bytes_]
-        )
+        for name in dict.fromkeys([shown.name, metric.test_name, metric.name, SECONDS, *bytes_])
     ]
     return {
         "searchFilter": "",
@@ -83,13 +83,13 @@ def view_state(plan: Planned) -> dict[str, Any]:
         "columnWidths": {},
         "runsHiddenMode": "SHOW_ALL",
         "compareRunSections": _sections(plan, metric),
-        "compareRunCharts": _charts(plan, shown, metric, varied),
+        "compareRunCharts": _charts(plan, shown, metric, varied, grouped=grouped is not None),
         "viewMaximized": False,
         "runListHidden": False,
         "isAccordionReordered": True,
         "useGroupedValuesInCharts": True,
         "hideEmptyCharts": True,
-        "groupBy": _grouped(study),
+        "groupBy": grouped,
         "groupsExpanded": {},
         "globalLineChartConfig": {
             "xAxisKey": "step",
@@ -157,16 +157,12 @@ def _column(kind: str, name: str) -> str:
 
 
 def _sections(plan: Planned, metric: Metric) -> list[dict[str, Any]]:
-    """Return the view's sections: ours, MLflow's own for metrics, and closed ones.
-
-    The sections of settings and of rows are closed.
-    """
+    """Return the view's sections: ours, MLflow's own for metrics, and closed ones for rows."""
     shown = {SECTION: "Study", "train": "train", "test": "test", "model": "Model metrics"}
-    rows = {
+    closed = {
         f"row-{place}": sanitise(f"{row['label']}{of_row(metric)}").rpartition("/")[0]
         for place, row in enumerate(plan["study"]["rows"])
     }
-    closed = {"cfg": SETTING.rstrip("/"), **rows}
     return [
         {
             "uuid": key,
@@ -181,20 +177,21 @@ def _sections(plan: Planned, metric: Metric) -> list[dict[str, Any]]:
 
 
 def _charts(
-    plan: Planned, shown: Metric, metric: Metric, varied: list[str]
+    plan: Planned, shown: Metric, metric: Metric, varied: list[str], *, grouped: bool
 ) -> list[dict[str, Any]]:
-    numeric = settings_of(_configs(plan)[0])
+    """Return the charts, without parallel coordinates for ``grouped`` runs.
+
+    MLflow has none for groups with a param that is text, or that the parent run lacks.
+    """
+    values = flatten(_configs(plan)[0])
     figure = sanitise(shown.name)
     params = [sanitise(key) for key in varied[:MOST_AXES]] or ["precision.format"]
-    charts = [
-        _chart("parallel", "PARALLEL", f"settings and {shown.short}", 100) | {
-            "selectedParams": params, "selectedMetrics": [figure], "showAllRuns": False},
-        *(_scatter(f"error-{x}", x, figure) for x in ("bits", "seconds")),
-    ]  # fmt: skip
+    parallel = _chart("parallel", "PARALLEL", f"settings and {shown.short}", 100) | {
+        "selectedParams": params, "selectedMetrics": [figure], "showAllRuns": False}  # fmt: skip
+    charts = [] if grouped else [parallel]
+    charts += [_scatter(BITS, "PARAM", figure), _scatter(SECONDS, "METRIC", figure)]
     charts += [
-        _scatter(f"error-{key}", f"{SETTING}{key}", figure)
-        for key in varied
-        if f"{SETTING}{key}" in numeric
+        _scatter(sanitise(key), "PARAM", figure) for key in varied if is_number(values.get(key))
     ][:2]
     for name in dict.fromkeys([shown.name, metric.name, *LOSSES]):
         charts.append(_line(sanitise(name)))
@@ -213,9 +210,9 @@ def _chart(key: str, kind: str, title: str, runs: int) -> dict[str, Any]:
     }
 
 
-def _scatter(key: str, x: str, y: str) -> dict[str, Any]:
-    return _chart(key, "SCATTER", f"{y} over {x.removeprefix(SETTING)}", 100) | {
-        "xaxis": {"type": "METRIC", "key": x}, "yaxis": {"type": "METRIC", "key": y}}  # fmt: skip
+def _scatter(x: str, kind: str, y: str) -> dict[str, Any]:
+    return _chart(f"error-{x}", "SCATTER", f"{y} over {x}", 100) | {
+        "xaxis": {"type": kind, "key": x}, "yaxis": {"type": "METRIC", "key": y}}  # fmt: skip
 
 
 def _line(name: str) -> dict[str, Any]:

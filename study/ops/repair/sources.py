@@ -17,8 +17,8 @@ from study.ledger.events import End, Event, Finished
 from study.ledger.state import FAILED, FINISHED, STOPPED
 from study.plan.checkpoints import checkpoints_of
 from study.tracking.mlflow_runs import runs_with_key
-from study.tracking.names import NONFINITE, SETTING, restore, sanitise
-from study.tracking.payload import BITS, KEY_TAG, MARK_TAG, SECONDS
+from study.tracking.names import NONFINITE, SECONDS, is_old_setting, restore, sanitise
+from study.tracking.payload import KEY_TAG, MARK_TAG
 from study.tracking.writer import connect
 from study.tracking.writer_supervisor import check_tracking
 
@@ -167,11 +167,10 @@ def _known_to_run(client: Any, run: Any, names: Names) -> Known:
     histories = {
         restore(key): client.get_metric_history(run.info.run_id, key)
         for key in run.data.metrics
-        if not key.startswith(SETTING)
+        if not is_old_setting(key)
     }
     plain = {sanitise(name): name for name in names.reported | names.final}
     ends = histories.pop(SECONDS, [])
-    histories.pop(BITS, None)
     ended = max(ends, key=lambda point: int(point.timestamp), default=None)
     end = (ended.step, ended.timestamp) if ended else None
     last, ambiguous = dict[str, float](), False

@@ -81,6 +81,7 @@ def test_the_view_has_the_columns_the_sort_and_the_charts(tracked: Tiny) -> None
     assert {"tags.`row`", "params.`precision.format`", "metrics.`test/error`"} <= set(
         state["selectedColumns"]
     )
+    assert "params.`bits`" in state["selectedColumns"]
     assert {chart["type"] for chart in state["compareRunCharts"]} == {"PARALLEL", "SCATTER", "LINE"}
     assert (
         page("7", "k") == "#/experiments/7/runs?viewStateShareKey=k&workflowType=machine_learning"
@@ -105,7 +106,8 @@ def test_the_view_of_a_search_shows_what_it_varies_before_it_has_trials(tiny: Ti
     assert {"params.`optimizer.lr`", "params.`model.hidden`"} <= set(state["selectedColumns"])
     charts = {chart["uuid"]: chart for chart in state["compareRunCharts"]}
     assert charts["parallel"]["selectedParams"][:2] == ["optimizer.lr", "model.hidden"]
-    assert "error-optimizer.lr" in charts
+    assert charts["error-optimizer.lr"]["xaxis"] == {"type": "PARAM", "key": "optimizer.lr"}
+    assert "error-precision.format" not in charts
 
 
 SEARCH = ("space={optimizer.lr: {loguniform: [0.01, 1]}}", "search={num_samples: 2}")

@@ -106,10 +106,7 @@ LACKS = [
         "DELETE FROM metrics WHERE run_uuid='{run}' AND key='train/loss' AND step=2",
         "lacks train/loss at step 2",
     ),
-    (
-        "DELETE FROM metrics WHERE run_uuid='{run}' AND key='cfg/optimizer.lr'",
-        "lacks cfg/optimizer.lr at step 0",
-    ),
+    ("DELETE FROM params WHERE run_uuid='{run}' AND key='bits'", "lacks param bits"),
     ("DELETE FROM params WHERE run_uuid='{run}' AND key='epochs'", "lacks param epochs"),
     ("INSERT INTO tags VALUES ('error', 'stale', '{run}')", "the tag error"),
     (

@@ -18,13 +18,14 @@ from study.engines.simulate import REQUESTS_A_TRIAL
 from study.ledger.lines import seal
 from study.ledger.log import FILE, Follower, Ledger
 from study.ledger.state import fold
+from study.ops.repair.sources import Known, Names, add_known_to_mlflow
 from study.tracking import writer
 from study.tracking.payload import datasets_of
 from study.tracking.writer import connect, tracking_lock
 from study.tracking.writer_supervisor import check_tracking
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.servers import Server
-from tests.study.tracking.conftest import Tiny, is_equal, report_in, runs_of, send
+from tests.study.tracking.conftest import Tiny, break_store, is_equal, report_in, runs_of, send
 
 
 def test_a_trial_has_the_data_set_that_it_trained_on_or_none() -> None:
@@ -96,8 +97,11 @@ def test_every_trial_is_a_run_with_everything(tracked: Tiny, tmp_path: Path) -> 
     assert [point.step for point in history] == [1, 2, 3]
     assert history[0].timestamp == int(report["time"] * 1000)
     assert run.data.metrics["test/error"] == pytest.approx(0.02, abs=1e-3)
-    assert run.data.metrics["bits"] in (12, 32)
-    assert run.data.metrics["cfg/optimizer.lr"] == float(run.data.params["optimizer.lr"])
+    assert run.data.params["bits"] == {"float32": "32", "lns12": "12"}[run.data.tags["format"]]
+    measured = {
+        f"{split}/{name}" for split in ("train", "validation") for name in ("loss", "error")
+    }
+    assert set(run.data.metrics) == measured | {"test/loss", "test/error", "seconds"}
     (dataset,) = run.inputs.dataset_inputs
     assert (dataset.dataset.name, dataset.dataset.digest) == ("digits", "d" * 36)
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} == {
@@ -253,19 +257,33 @@ def test_infinity_is_a_tag_and_nan_stays_nan(tracked: Tiny) -> None:
     assert is_equal(study)
 
 
-def test_settings_that_change_while_a_trial_runs_are_step_metrics(tracked: Tiny) -> None:
-    study = tracked("tracked changes", "rows=[{label: a}]", "baseline=null")
+def test_settings_that_earlier_versions_sent_as_metrics_are_ignored(tracked: Tiny) -> None:
+    """Such an experiment has the ledger's data, and a study of it continues in it."""
+    study = tracked("tracked earlier", "rows=[{label: a}]", "baseline=null")
     events = made_up_events(study)
-    reports = [event for event in events if event["event"] == "report"]
-    reports[1]["params"] = {"optimizer.lr": 0.5}
-    send(study, events)
+    cut = next(n for n, event in enumerate(events) if event.get("epoch") == 2)
+    send(study, events[:cut])
     client, _, (run,) = runs_of(study)
-    history = {
-        point.step: point.value
-        for point in client.get_metric_history(run.info.run_id, "cfg/optimizer.lr")
-    }
-    assert history == {0: float(run.data.params["optimizer.lr"]), 2: 0.5}
+    for name, step in {"cfg/optimizer.lr": 0, "cfg/epochs": 3, "bits": 0}.items():
+        client.log_metric(run.info.run_id, name, 0.5, step=step)
+    assert send(study, events)[0] == ""
+    break_store(study, f"DELETE FROM params WHERE key='bits' AND run_uuid='{run.info.run_id}'")
     assert is_equal(study)
+    known: dict[str, Known] = {}
+    names = Names(reported={"validation/error"}, final={"test/error"})
+    add_known_to_mlflow(known, study.name, "abc123", study.tracking, names, lambda mark: True)
+    (found,) = known.values()
+    assert sorted(found.epochs) == [1, 2, 3]
+    assert not [name for epoch in found.epochs.values() for name in epoch if "/" not in name]
+    assert not [name for epoch in found.epochs.values() for name in epoch if "cfg" in name]
+
+
+def test_a_comparison_opens_on_the_metric(tracked: Tiny) -> None:
+    """MLflow's page opens on the metric that a run's list has first."""
+    study = tracked("tracked first")
+    send(study, made_up_events(study))
+    _, _, runs = runs_of(study)
+    assert [next(iter(run.data.metrics)) for run in runs] == ["validation/error"] * 2
 
 
 @pytest.mark.parametrize(
