@@ -25,8 +25,8 @@ How other formats get a figure (:attr:`Cost.basis` says which way it was):
   follows the width, or at the low end the significand. Below 8 bits for integers, and below 16 for
   floats, this extrapolates. For floats of at most 8 bits the low end is 1.5 times the integer's
   multiply-add [3]_.
-- *by a ratio*: LNS with linear sums has [2]_'s ratios, times [1]_'s energies, interpolated in
-  between. That design sums exactly, not in float32.
+- *by a ratio*: LNS with linear sums has [2]_'s ratios of power, times [1]_'s energies, as if both
+  units ran at the same clock; interpolated in between. That design sums exactly, not in float32.
 - *look-up assumed*: LNS with sums in LNS. A product adds two logarithms of b - 1 bits, a sum needs
   three 16-bit additions and a look-up of the Gaussian logarithm, whose energy is not known. It is
   assumed to be :data:`LOOK_UP`, the geometric mean of :data:`LOOK_UP_RANGE`: from one more 16-bit
@@ -52,8 +52,8 @@ integer, where [3]_ has 1.5 to 2.8; the low end covers that.
 .. [3] M. van Baalen et al., "FP8 versus INT8 for efficient deep learning inference", 2023,
    arXiv:2303.17951.
 .. [4] R. Chaurasiya et al., "Parameterized posit arithmetic hardware generator", ICCD 2018.
-.. [5] Y. Uguen, L. Forget, F. de Dinechin, "Evaluating the hardware cost of the posit number
-   system", FPL 2019.
+.. [5] L. Forget, Y. Uguen, F. de Dinechin, "Comparing posit and IEEE-754 hardware cost", 2021,
+   hal-03195756v2.
 """
 
 from __future__ import annotations
