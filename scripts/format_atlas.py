@@ -2,8 +2,8 @@
 
     python scripts/format_atlas.py studies/format_atlas    the study's folder
 
-Writes the table of trials, the pictures and the tables of docs/studies/atlas.md; the words around
-them are written by hand. A later, longer ledger of the study replaces all of them.
+Writes the table of trials, the pictures and the tables of docs/studies/atlas.md. The page's words
+are written by hand: check them after a ledger with more trials.
 
 Figures: each format and rounding has, on each task, the learning rate with the lowest validation
 loss (mean over its seeds). Its *loss* is the test loss at that rate, minus float32's (rounded to

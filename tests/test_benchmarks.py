@@ -116,6 +116,25 @@ def test_the_atlas_takes_its_trials_from_a_ledger(atlas: Any) -> None:
     assert all(float(row["test_loss"]) > 0 and float(row["seconds"]) > 0 for row in rows)
 
 
+def test_the_atlas_says_how_its_trials_ran(atlas: Any) -> None:
+    events = read_ledger(ROOT / "tests" / "golden" / "studies" / "golden")
+    lines = atlas.run(events, "0123abcd").splitlines()
+    assert lines[0].endswith("2 of 2 trials.")
+    assert lines[-1] == "- Ledger: SHA-256 `0123abcd`."
+
+
+def test_the_atlas_draws_every_cell_and_every_point_with_a_cost(atlas: Any) -> None:
+    found = atlas.read_trials()
+    heat = [len(axes.texts) for axes in atlas.heat_map(found).axes]
+    assert heat == [len(found.formats) * len(found.tasks)] * 2
+    bits, energy = ({text.get_text() for text in axes.texts} for axes in atlas.fronts(found).axes)
+    assert {name.partition(" ")[0] for name in bits} == set(found.formats)
+    assert "posit(16)" in bits - energy
+    assert "int8/channel" in energy
+    points = [len(line.get_xdata()) for line in atlas.worth(found).axes[0].lines]
+    assert points[: len(found.rates)] == [len(found.formats)] * len(found.rates)
+
+
 @pytest.mark.parametrize(
     ("name", "bits"),
     [("bfloat16", 7), ("float8_e5m2", 2), ("posit(12)", 6), ("takum_log(12)", 5), ("nvfp4", 1)],

@@ -5,15 +5,15 @@ low and a high end. :func:`training_picojoules` adds the operands' way from memo
 weights, with or without Kahan summation. Every figure rests on published ones:
 
 ======================  ======  ====================================================================
-source                  node    what is used
+source                  node    figures
 ======================  ======  ====================================================================
 Horowitz 2014 [1]_      45 nm,  integer addition 0.03, 0.05, 0.1 pJ (8, 16, 32 bits), multiplication
                         0.9 V   0.2, 3.1 pJ (8, 32 bits); float addition 0.4, 0.9 pJ, multiplication
                                 1.1, 3.7 pJ (16, 32 bits); 64 bits from 8 KiB of SRAM 10 pJ
 Johnson 2018 [2]_       28 nm   a product of logarithms added to a linear sum: in 8 bits 0.96 times
                                 the power and 1.12 times the area of an 8-bit integer multiply-add
-                                with 32-bit sums, in 16 bits 0.59 and 0.68 times those of a float16
-                                fused multiply-add
+                                with 32-bit sums, in 16 bits 0.59 times the power and 0.68 times the
+                                area of a float16 fused multiply-add
 van Baalen 2023 [3]_    -       8-bit floats are 50 to 180 % less efficient than 8-bit integers
 ======================  ======  ====================================================================
 
@@ -25,8 +25,8 @@ How other formats get a figure (:attr:`Cost.basis` says which way it was):
   follows the width, or at the low end the significand. Below 8 bits for integers, and below 16 for
   floats, this extrapolates. For floats of at most 8 bits the low end is 1.5 times the integer's
   multiply-add [3]_.
-- *by a ratio*: LNS with linear sums has [2]_'s ratios, times [1]_'s energies, interpolated in
-  between. That design sums exactly, not in float32.
+- *by a ratio*: LNS with linear sums has [2]_'s ratios of power, times [1]_'s energies, as if both
+  units ran at the same clock; interpolated in between. That design sums exactly, not in float32.
 - *look-up assumed*: LNS with sums in LNS. A product adds two logarithms of b - 1 bits, a sum needs
   three 16-bit additions and a look-up of the Gaussian logarithm, whose energy is not known. It is
   assumed to be :data:`LOOK_UP`, the geometric mean of :data:`LOOK_UP_RANGE`: from one more 16-bit
@@ -52,8 +52,8 @@ integer, where [3]_ has 1.5 to 2.8; the low end covers that.
 .. [3] M. van Baalen et al., "FP8 versus INT8 for efficient deep learning inference", 2023,
    arXiv:2303.17951.
 .. [4] R. Chaurasiya et al., "Parameterized posit arithmetic hardware generator", ICCD 2018.
-.. [5] Y. Uguen, L. Forget, F. de Dinechin, "Evaluating the hardware cost of the posit number
-   system", FPL 2019.
+.. [5] L. Forget, Y. Uguen, F. de Dinechin, "Comparing posit and IEEE-754 hardware cost", 2021,
+   hal-03195756v2.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def addition(name: str) -> Cost | None:
 
 def area(name: str) -> float | None:
     """Return a multiply-add's area with linear sums, relative to the integer's (8-bit LNS) or the
-    float's (16-bit LNS) of the same width; None for all others, for which none is published."""
+    float's (16-bit LNS) of the same width; None for all others: no area is published."""
     fmt = _element(parse(name))
     known = LINEAR_SUMS.get(int(fmt.bits)) if isinstance(fmt, Logarithmic) else None
     return None if known is None else known[1]
