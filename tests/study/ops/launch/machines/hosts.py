@@ -22,7 +22,7 @@ from tests.study.conftest import TINY
 from trainers.checkpoint.manifest import STATE, read_state
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
+ROOT = HERE.parents[4]
 NAMESPACES = (
     *("unshare", "--pid", "--mount", "--net", "--uts"),
     *("--fork", "--kill-child", "--mount-proc"),
