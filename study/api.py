@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from study.claims.stated import state_claims
 from study.config import StudyConfig
@@ -51,6 +51,9 @@ from trainers.files import check_own_folder
 from trainers.object_store import local_folder
 from trainers.workers.node import Node
 
+if TYPE_CHECKING:  # imports torch
+    from trainers.telemetry.tally import Moment
+
 EXCLUDED_SHOWN = 3
 LATER_SECONDS = 5.0
 FEW_CORES = 4
@@ -69,6 +72,14 @@ class View(Protocol):
 
     def stop(self) -> None:
         """Show the last state and release the terminal."""
+
+
+@runtime_checkable
+class StepView(View, Protocol):
+    """A view that also shows where trials are within an epoch."""
+
+    def step(self, trial: str, moment: Moment) -> None:
+        """Show where a trial is, about once a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +259,10 @@ def _begin(
     _say_unused_gpus(plan, state, say)
 
 
+def _step_of(view: View) -> Callable[[str, Moment], None] | None:
+    return view.step if isinstance(view, StepView) else None
+
+
 def _run(
     plan: Plan,
     data: list[dict[str, Any]],
@@ -276,7 +291,7 @@ def _run(
     edited = lambda limits: ledger.append({"event": "edited", "limits": limits})  # noqa: E731
     control, outcome = Control(folder, state, plan.study.limits, edited, spent), "interrupted"
     try:
-        run_plan(plan, ledger, state, control, node, ids, say, ray=ray)
+        run_plan(plan, ledger, state, control, node, ids, say, ray=ray, moment=_step_of(view))
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision, broken_off)
         if decision.reason and not control.storage_error:
