@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from study.config import StudyConfig
 from study.engines.control import Control, Decision, clear, storage_refused
@@ -53,10 +53,13 @@ from study.tracking.writer_supervisor import (
     make_tracker,
 )
 from study.tracking_uri import REMEDY, name_address, stored
-from study.views.view import View
+from study.views.view import StepView, View
 from trainers.files import check_own_folder
 from trainers.object_store import local_folder
 from trainers.workers.node import Node
+
+if TYPE_CHECKING:  # imports torch
+    from trainers.telemetry.tally import Moment
 
 EXCLUDED_SHOWN = 3
 LATER_SECONDS = 5.0
@@ -244,6 +247,10 @@ def _begin(
     _say_unused_gpus(plan, state, say)
 
 
+def _step_of(view: View) -> Callable[[str, Moment], None] | None:
+    return view.step if isinstance(view, StepView) else None
+
+
 def _run(
     plan: Plan,
     data: list[dict[str, Any]],
@@ -272,7 +279,7 @@ def _run(
     edited = lambda limits: ledger.append({"event": "edited", "limits": limits})  # noqa: E731
     control, outcome = Control(folder, state, plan.study.limits, edited, spent), "interrupted"
     try:
-        run_plan(plan, ledger, state, control, node, ids, say, ray=ray)
+        run_plan(plan, ledger, state, control, node, ids, say, ray=ray, moment=_step_of(view))
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision, broken_off)
         if decision.reason and not control.storage_error:

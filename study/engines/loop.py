@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from study.config import StudyConfig
 from study.config.metric import DERIVED
@@ -36,6 +36,7 @@ from trainers.workers.messages import (
     DIED,
     DONE,
     LEFT,
+    MOMENT,
     OUT_OF_MEMORY,
     PLACED,
     REFUSED,
@@ -56,6 +57,9 @@ from trainers.workers.resources import (
     gpus_of,
 )
 
+if TYPE_CHECKING:  # imports torch
+    from trainers.telemetry.tally import Moment
+
 ROUND_SECONDS = 0.5
 """Longest interval between two checks of requests, limits and heartbeats (seconds)."""
 AWAY_SECONDS = 2.0
@@ -73,6 +77,8 @@ class Loop:
         pool: engine that runs the trials.
         say: prints a line for the user.
         address: returns the address of the study's Ray, for trials whose processes join it.
+        moment: shows where a trial is within an epoch; None if nobody looks, so that trials do not
+            send it. It is neither in the ledger nor a sign of life for ``heartbeat``.
     """
 
     def __init__(
@@ -85,10 +91,11 @@ class Loop:
         pool: Engine,
         say: Callable[[str], None] = lambda line: None,
         address: Callable[[], str] = lambda: "",
+        moment: Callable[[str, Moment], None] | None = None,
     ) -> None:
         self._study, self._agenda, self._ledger, self._state = study, agenda, ledger, state
         self._control, self._pool, self._say = control, pool, say
-        self._address = address
+        self._address, self._moment = address, moment
         self._place = place_of(study.folder)
         self._scheduler = make_scheduler(study.search, state)
         self._watch, self._looked, self._use = Watch(), time.monotonic(), UseWatch()
@@ -233,6 +240,10 @@ class Loop:
         events: list[Event] = []
         again: list[str] = []
         for message in messages:
+            if message.kind == MOMENT:
+                if self._moment is not None:
+                    self._moment(message.trial, message.payload)
+                continue
             if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind == PLACED:
@@ -413,6 +424,7 @@ class Loop:
                 if name not in DERIVED
             ],
             "data": [info["files"] for info in self._state.plan.get("data", [])],
+            "moments": self._moment is not None,
             "storage": str(study.folder / "train") if by_train else "",
             "max_failures": study.max_failures,
             "ray": (

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from study.config import StudyConfig
 from study.engines.control import Control
@@ -43,6 +44,9 @@ from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.workers.node import Node
 
+if TYPE_CHECKING:  # imports torch
+    from trainers.telemetry.tally import Moment
+
 DOUBLED_SECONDS = 1.0
 """Seconds within which a second signal is the first one's."""
 
@@ -57,6 +61,7 @@ def run_plan(
     say: Callable[[str], None] = lambda line: None,
     *,
     ray: RayStart,
+    moment: Callable[[str, Moment], None] | None = None,
 ) -> None:
     """Run the unfinished trials of a plan, until all have ended or ``control`` ends the study.
 
@@ -69,6 +74,7 @@ def run_plan(
         only: ids of the trials to run; None for all.
         say: prints a line for the user.
         ray: starts the ray engine, if that runs the study and has not begun to start.
+        moment: shows where a trial is within an epoch, on this machine's own engine only.
 
     Raises:
         UserError: ``address`` names no Ray cluster.
@@ -87,7 +93,7 @@ def run_plan(
                 node.close()  # trials run in processes of the cluster's nodes
                 _run_on_ray(plan, agenda, ledger, state, control, say, ray)
             else:
-                _run_here(plan.study, agenda, ledger, state, control, node, say)
+                _run_here(plan.study, agenda, ledger, state, control, node, say, moment)
     if control.interrupted:
         raise KeyboardInterrupt
 
@@ -100,6 +106,7 @@ def _run_here(
     control: Control,
     node: Node,
     say: Callable[[str], None],
+    moment: Callable[[str, Moment], None] | None,
 ) -> None:
     """Run a study in processes of this machine."""
     configs = [trial.config for trial in agenda.trials] or [study.trial]
@@ -108,7 +115,7 @@ def _run_here(
     try:
         node.log(study.folder / OUTPUT)
         node.load(data_of(configs))
-        loop = Loop(study, agenda, ledger, state, control, pool, say)
+        loop = Loop(study, agenda, ledger, state, control, pool, say, moment=moment)
         while loop.begin_round():
             loop.take_in(pool.wait(ROUND_SECONDS))
     finally:

@@ -66,14 +66,16 @@ class Header(Common):
 
 @final
 class Planned(Common):
-    """A run of the study starts; `stated` is the digest of the statement, `prepared` the seconds
-    since the command, `launch` the times of a launched study."""
+    """A run of the study starts; `size` is the number of trials with those that a search will
+    propose, `stated` the digest of the statement, `prepared` the seconds since the command,
+    `launch` the times of a launched study."""
 
     event: Literal["planned"]
     ledger: str
     key: str
     study: Config
     trials: list[TrialValues]
+    size: NotRequired[int]
     only: NotRequired[str]
     stated: NotRequired[dict[str, Any]]
     prepared: NotRequired[float]

@@ -127,6 +127,7 @@ class Plan:
             "key": self.key,
             "study": self.study.to_dict(),
             "trials": [trial.to_dict() for trial in self.trials],
+            "size": self.size,
         }
 
 

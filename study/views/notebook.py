@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from study.ledger.events import Event, trial_of
 from study.ledger.state import StudyState
 from study.report.figures.style import png
 from study.views.console import PrintableConsole
 from study.views.progress import Clock, render
+
+if TYPE_CHECKING:  # imports torch
+    from trainers.telemetry.tally import Moment
 
 SECONDS = 1.0
 """Minimum time between two updates, in seconds."""
@@ -37,6 +40,12 @@ class NotebookView:
     def listen(self, event: Event) -> None:
         """Record an event's time, and update the output if the last update is old enough."""
         self._clock.hear(event, self._state.known.get(trial_of(event)))
+        if time.monotonic() - self._shown > SECONDS:
+            self._renew()
+
+    def step(self, trial: str, moment: Moment) -> None:
+        """Record where a trial is, and update the output if the last update is old enough."""
+        self._clock.note(trial, moment)
         if time.monotonic() - self._shown > SECONDS:
             self._renew()
 

@@ -2,9 +2,13 @@
 
 The estimated time left is the seconds that the remaining trials need, one after the other, divided
 by the mean number of trials that have run at a time. A row has its own seconds, because rows can
-differ tenfold: of a first epoch, which includes the trial's start, and of the others. The mean is
-over the time since the first start, because few large trials may run at a time where many small
-ones do. The estimate is available after the first epoch.
+differ tenfold: of a first epoch, which includes the trial's start, and of the others. Both are
+means of the latest epochs. The number of trials at a time is a mean since the first start, because
+few large trials may run at a time where many small ones do.
+
+Trials that an adaptive search will propose count as the known ones do on average. Of an epoch under
+way only the rest counts. The estimate is available after the first epoch, or once the steps of a
+first epoch show how long it takes.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ import math
 import statistics
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -50,6 +54,9 @@ from study.results.utilisation import bars
 from study.results.utilisation import line as slots_line
 from study.text import NAME, counted, cut, duration, one_line
 
+if TYPE_CHECKING:  # imports torch
+    from trainers.telemetry.tally import Moment
+
 T = TypeVar("T")
 STYLES = {
     PLANNED: "dim",
@@ -59,8 +66,10 @@ STYLES = {
     STOPPED: "yellow",
 }
 MAX_ROWS = 24
-ENDS = ("finished", "stopped", "failed", "restarted", "relieved")
-"""Events with which a trial stops running."""
+RECENT = 40
+"""Number of epochs of a row whose mean is expected of the next ones, as the machine is now."""
+LEAST_SHARE = 0.05
+"""Share of an epoch's steps after which they show how long the epoch takes."""
 INTERRUPTED = "interrupted"
 """Status shown for trials that were running when their study was killed."""
 
@@ -70,18 +79,33 @@ class Clock:
 
     def __init__(self) -> None:
         self.began = time.monotonic()
-        self._first_epochs: dict[str, list[float]] = defaultdict(list)
-        self._later_epochs: dict[str, list[float]] = defaultdict(list)
+        self._first_epochs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._later_epochs: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._last: dict[str, float] = {}
         self._running: set[str] = set()
         self._starting: set[str] = set()
         self._start: float | None = None
         self._now = self._trial_seconds = 0.0
+        self._moments: dict[str, tuple[Moment, float]] = {}
+
+    def note(self, trial: str, moment: Moment, now: float | None = None) -> None:
+        """Record where a trial is within an epoch, at the Unix time ``now``."""
+        self._moments[trial] = moment, time.time() if now is None else now
+
+    def moment(self, trial: TrialState) -> Moment | None:
+        """Return where a running trial is within its current epoch, or None if it is not known."""
+        moment, _ = self._moments.get(trial.id, (None, 0.0))
+        current = moment and trial.status == RUNNING and moment["epoch"] == trial.epoch + 1
+        return moment if current else None
 
     def hear(self, event: Event, trial: TrialState | None) -> None:
-        """Record the time of an event of ``trial``."""
-        if trial is None or event["event"] not in ("started", "report", *ENDS):
+        """Record the time of an event of ``trial``, whose state already includes it."""
+        if trial is None:
             return
+        ends = trial.id in self._running and trial.status != RUNNING
+        if event["event"] not in ("started", "report") and not ends:
+            return
+        self._moments.pop(trial.id, None)
         now = event["time"]
         if self._start is None:
             self._start = self._now = now
@@ -96,20 +120,30 @@ class Clock:
                 seconds = self._first_epochs if first else self._later_epochs
                 seconds[trial.row].append(max(0.0, now - self._last[trial.id]))
             self._starting.discard(trial.id)
-        else:
+        if ends:
             self._running.discard(trial.id)
         self._last[trial.id] = now
 
-    def left(self, state: StudyState) -> float | None:
-        """Return the estimated seconds until the study ends; None before the first epoch."""
-        if not self._first_epochs and not self._later_epochs:
+    def left(self, state: StudyState, now: float | None = None) -> float | None:
+        """Return the estimated seconds until the study ends; None if nothing is known yet.
+
+        Args:
+            state: state of the study.
+            now: current Unix time; None for that of the last event.
+        """
+        now = self._now if now is None else now
+        first, later = _means(self._firsts(state, now)), _means(self._later_epochs)
+        if not first and not later:
             return None
-        first, later = map(_means, (self._first_epochs, self._later_epochs))
         todo = [
-            self._seconds_left(trial, first, later)
+            self._seconds_left(trial, first, later) - self._seconds_gone(trial, first, later, now)
             for trial in state.trials
             if trial.status in (PLANNED, RUNNING)
         ]
+        proposed = state.plan.get("size", 0) - len(state.trials) if state.plan else 0
+        if proposed > 0 and state.trials:
+            whole = [_whole(trial, first, later) for trial in state.trials]
+            todo += [statistics.fmean(whole)] * proposed
         elapsed = self._now - (self._start or 0.0)
         at_once = self._trial_seconds / elapsed if elapsed > 0 else 0.0
         return max([sum(todo) / (at_once or 1.0), *todo], default=0.0)
@@ -119,13 +153,58 @@ class Clock:
     ) -> float:
         """Return the estimated seconds of a trial's remaining epochs, with mean seconds of the
         first and of a later epoch by row; ``""`` is any row."""
-        each = later.get(trial.row) or first.get(trial.row) or later.get("") or first.get("", 0.0)
+        start, each = _epoch_seconds(trial, first, later)
         starts = trial.status == PLANNED or trial.id in self._starting
-        start = first.get(trial.row) or first.get("", each)
         return (trial.epochs - trial.epoch - starts) * each + starts * start
 
+    def _seconds_gone(
+        self, trial: TrialState, first: Mapping[str, float], later: Mapping[str, float], now: float
+    ) -> float:
+        """Return how much of :meth:`_seconds_left` of a running trial's epoch has passed."""
+        if trial.id not in self._running or trial.id not in self._last:
+            return 0.0
+        start, each = _epoch_seconds(trial, first, later)
+        expected = start if trial.id in self._starting else each
+        seconds = self._seconds_of_epoch(trial)
+        if seconds is not None:  # its own steps know better than other epochs
+            return expected - max(0.0, seconds - (now - self._last[trial.id]))
+        return min(expected, max(0.0, now - self._last[trial.id]))
 
-def _means(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    def _seconds_of_epoch(self, trial: TrialState) -> float | None:
+        """Return how long a running trial's epoch takes in all by its steps, or None if unknown."""
+        moment = self.moment(trial)
+        if moment is None or trial.id not in self._last:
+            return None
+        share = moment["step"] / max(1, moment["steps"])
+        passed = self._moments[trial.id][1] - self._last[trial.id]
+        return passed / share if share >= LEAST_SHARE and passed > 0 else None
+
+    def _firsts(self, state: StudyState, now: float) -> Mapping[str, Collection[float]]:
+        """Return the seconds of first epochs by row; before any has ended, by their steps."""
+        if self._first_epochs or self._later_epochs:
+            return self._first_epochs
+        found: dict[str, list[float]] = defaultdict(list)
+        for trial in state.trials:
+            if trial.id in self._starting and (seconds := self._seconds_of_epoch(trial)):
+                found[trial.row].append(max(seconds, now - self._last[trial.id]))
+        return found
+
+
+def _epoch_seconds(
+    trial: TrialState, first: Mapping[str, float], later: Mapping[str, float]
+) -> tuple[float, float]:
+    """Return the expected seconds of a trial's first epoch and of each later one."""
+    each = later.get(trial.row) or first.get(trial.row) or later.get("") or first.get("", 0.0)
+    return first.get(trial.row) or first.get("", each), each
+
+
+def _whole(trial: TrialState, first: Mapping[str, float], later: Mapping[str, float]) -> float:
+    """Return the expected seconds of a trial from its start to its end."""
+    start, each = _epoch_seconds(trial, first, later)
+    return start + (trial.epochs - 1) * each
+
+
+def _means(seconds: Mapping[str, Collection[float]]) -> dict[str, float]:
     """Return the mean of each row, and of all under ``""``; empty without any."""
     found = {row: statistics.fmean(values) for row, values in seconds.items()}
     every = [value for values in seconds.values() for value in values]
@@ -166,9 +245,7 @@ class LiveView:
     def start(self, state: StudyState) -> None:
         """Start to draw ``state``."""
         self._state = state
-        self._live = Live(
-            console=self._console, get_renderable=self._render, refresh_per_second=2, transient=True
-        )
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2)
         self._live.start()
 
     def listen(self, event: Event) -> None:
@@ -176,8 +253,15 @@ class LiveView:
         with self._lock:
             self._clock.hear(event, self._state.known.get(trial_of(event)))
 
+    def step(self, trial: str, moment: Moment) -> None:
+        """Record where a trial is within an epoch."""
+        with self._lock:
+            self._clock.note(trial, moment)
+
     def stop(self) -> None:
-        """Remove the table; the report's table replaces it."""
+        """Draw the last state, which stays on the terminal."""
+        with self._lock:
+            self._view = _Sparing(lambda: render(self._state, self._clock, time.time()))
         if self._live is not None:
             self._live.stop()
 
@@ -281,7 +365,8 @@ def render(
     for trial in shown:
         constraints = state.config.search.constraints if state.plan else {}
         quiet = silence(trial, now, state.config.checkpoint_every) if now else 0.0
-        cells = _cells(trial, metric, constraints, now, quiet)
+        moment = clock.moment(trial) if clock else None
+        cells = _cells(trial, metric, constraints, now, quiet, moment)
         # Text, because rich would interpret tags such as [bold] in a str
         table.add_row(*map(Text, cells), style=STYLES[trial.status])
     hidden, drawn = len(state.trials) - len(shown), "" if clock else bars(state, now)
@@ -297,7 +382,7 @@ def render(
         ),
         *([Text(slots)] if (slots := slots_line(state, now)) else []),
         *([Text(f"slots over time: [{drawn}]")] if drawn else []),
-        *([_bar(state, clock)] if clock else []),
+        *([_bar(state, clock, now)] if clock else []),
     ]
     return Group(*lines)
 
@@ -353,13 +438,19 @@ def _cells(
     constraints: Mapping[str, str],
     now: float | None,
     quiet: float,
+    moment: Moment | None,
 ) -> list[str]:
     values = last_value(trial, metric), test_value(trial, metric) if trial.test else None
     last, test = (
         "" if value is None else f"{metric.figure(value)}{metric.unit}" for value in values
     )
     status = INTERRUPTED if trial.status == RUNNING and now is None else trial.status
-    status += f", silent for {duration(quiet)}" if quiet else ""
+    if moment is not None:
+        loss = moment["loss"]
+        status = f"step {moment['step']}/{moment['steps']}"
+        status += "" if loss is None else f", loss {loss:.3g}"
+    elif quiet:
+        status += f", silent for {duration(quiet)}"
     status += f" (restarted {trial.restarts}x)" if trial.restarts else ""
     if trial.status in ENDED and infeasible(trial, constraints):
         status += ", infeasible"
@@ -368,16 +459,18 @@ def _cells(
     return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]
 
 
-def _bar(state: StudyState, clock: Clock) -> RenderableType:
+def _bar(state: StudyState, clock: Clock, now: float | None) -> RenderableType:
     total = sum(trial.epochs for trial in state.trials)
     done = sum(trial.epochs if trial.status in ENDED else trial.epoch for trial in state.trials)
-    left = clock.left(state)
+    moments = [moment for trial in state.trials if (moment := clock.moment(trial)) is not None]
+    part = sum(moment["step"] / max(1, moment["steps"]) for moment in moments)
+    left = clock.left(state, now) if done < total else 0.0
     line = Table.grid(padding=(0, 1))
     estimate = "starting ..." if left is None else f"{duration(left)} left"
     line.add_row(
-        ProgressBar(total=max(total, 1), completed=done, width=32),
+        ProgressBar(total=max(total, 1), completed=done + part, width=32),
         f"{done} of {total} epochs,",
-        f"{duration(time.monotonic() - clock.began)},",
-        estimate,
+        f"{duration(time.monotonic() - clock.began)}{',' if done < total else ''}",
+        estimate if done < total else "",
     )
     return line

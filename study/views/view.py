@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from study.ledger.events import Event
 from study.ledger.state import StudyState
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from trainers.telemetry.tally import Moment
 
 
 class View(Protocol):
@@ -22,6 +24,14 @@ class View(Protocol):
 
     def stop(self) -> None:
         """Show the last state and release the terminal."""
+
+
+@runtime_checkable
+class StepView(View, Protocol):
+    """A view that also shows where trials are within an epoch."""
+
+    def step(self, trial: str, moment: Moment) -> None:
+        """Show where a trial is, about once a second."""
 
 
 def make_view(console: Console, plain: bool = False) -> View:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -39,6 +40,23 @@ class Tally:
         count = self.answers or float("nan")
         found = {f"{split}/loss": self.loss / count}
         return found | {f"{split}/error": self.wrong / count} if counts_errors else found
+
+
+class Moment(TypedDict):
+    """Where a trial is within an epoch, for a live display only.
+
+    Attributes:
+        epoch: number of the epoch, from 1.
+        step, steps: number of the current step, from 1, and of the epoch's steps. On a GPU, steps
+            of a CUDA graph are counted when they are started.
+        loss: mean training loss of the epoch so far; None if the trial does not read it (CUDA
+            graphs).
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    loss: float | None
 
 
 def tallied(outputs: Tensor, batch: Split, summed: Tensor, loss: Loss) -> Tally:

@@ -63,9 +63,14 @@ class Step:
 
     Args:
         components: components of the trial.
+
+    Attributes:
+        tally: this worker's losses and answers of the current epoch so far; empty if a strategy
+            does not read them before the epoch's end.
     """
 
     def __init__(self, components: Components) -> None:
+        self.tally = Tally()
         self._components, self._config, self._place = (
             components,
             components.config,
@@ -88,7 +93,8 @@ class Step:
         Returns:
             This worker's losses and answers, and whether training continues.
         """
-        components, tally, finite = self._components, Tally(), True
+        components, finite = self._components, True
+        self.tally = tally = Tally()
         sync.begin_epoch()
         for step, batch in self.batches(split, epoch, sync):
             before_step(step)

@@ -25,7 +25,7 @@ from trainers.config.schedule_changes import optimizer_at
 from trainers.data import Examples
 from trainers.data.augment import augment
 from trainers.optim.lr import Rate
-from trainers.telemetry.tally import Tally, faulty
+from trainers.telemetry.tally import Moment, Tally, faulty
 from trainers.training import persistence
 from trainers.training.build import build, make_trial_optimizer
 from trainers.training.check import check
@@ -81,7 +81,7 @@ class Training:
         self._augmented = augment(config.data, self.data.train)
         self._steps_per_epoch = self.data.train.size // config.batch_size
         self._rate = Rate(config, self.optimizer, self._steps_per_epoch)
-        self.epoch = 0
+        self.epoch = self._step_number = 0
         self.history: list[dict[str, float]] = []
         self.tested: dict[str, float] = {}
         self.origin: dict[str, Any] = {}
@@ -105,11 +105,13 @@ class Training:
         # The setting is process-wide, and the process also runs other trials.
         with matmul_accumulation(self.config.precision.sums_of_codes):
             telemetry.begin()
+            self._step_number = 0
             start, before = time.perf_counter(), components.sent
             try:
                 tally = self._train()
             finally:
                 self.profiler.stop()
+            self._step_number = 0
             seconds, sent = time.perf_counter() - start, components.sent - before
             costs = telemetry.metrics(seconds)
             self.epoch += 1
@@ -135,6 +137,18 @@ class Training:
         with matmul_accumulation(self.config.precision.sums_of_codes):
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
+
+    def moment(self) -> Moment | None:
+        """Return where this is within an epoch, for a display; None before the first step.
+
+        Another thread may call it at any time. It reads what the training has on the CPU anyway, so
+        training does not wait for it.
+        """
+        step, tally = self._step_number, self._step.tally
+        if not step:
+            return None
+        loss = tally.loss / tally.answers if tally.answers else None
+        return {"epoch": self.epoch + 1, "step": step, "steps": self._steps_per_epoch, "loss": loss}
 
     def save(self, folder: Path, *, parents: bool = True) -> None:
         """Write the state into ``folder`` atomically: it is complete or absent, even after a kill.
@@ -194,6 +208,7 @@ class Training:
 
     def _before_step(self, step: int) -> None:
         """Notify the profiler of the next ``step``, and set its learning rate."""
+        self._step_number = step + 1
         self.profiler.step(self.epoch * self._steps_per_epoch + step)
         self._rate.set(self.epoch, step)
 

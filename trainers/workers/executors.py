@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrialConfig
+from trainers.telemetry.tally import Moment
 from trainers.workers.messages import Beginning, ExecutorPlan
 from trainers.workers.packed import Host
 
@@ -99,6 +100,13 @@ class Executor(ABC):
     @abstractmethod
     def profile(self) -> dict[str, bytes]:
         """Return the files, by name, of a profile that the last step completed; only once."""
+
+    def moment(self) -> Moment | None:
+        """Return where the trial is within an epoch, or None if this is not known.
+
+        Called from another thread while :meth:`step` runs.
+        """
+        return None
 
     @abstractmethod
     def end(self) -> None:

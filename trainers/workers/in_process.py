@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainers.config import TrialConfig
+from trainers.telemetry.tally import Moment
 from trainers.training.trainer import Training
 from trainers.workers.executors import Context, Executor
 from trainers.workers.messages import Beginning
@@ -49,6 +50,9 @@ class InProcess(Executor):
 
     def profile(self) -> dict[str, bytes]:
         return self._training.profiler.take()
+
+    def moment(self) -> Moment | None:
+        return None if self._started is None else self._started.moment()
 
     def end(self) -> None:
         self._started = None

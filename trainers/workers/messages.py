@@ -13,6 +13,7 @@ from typing import (
     Generic,
     Literal,
     NamedTuple,
+    NotRequired,
     TypeAlias,
     TypedDict,
     TypeVar,
@@ -21,6 +22,7 @@ from typing import (
 if TYPE_CHECKING:  # these import torch
     from trainers.config import DataConfig, TrialConfig
     from trainers.data import DatasetInfo
+    from trainers.telemetry.tally import Moment
 
 HISTORY = "history"
 """Key of a report with the metrics of all earlier epochs, a list of dicts."""
@@ -51,6 +53,7 @@ MEET: Final = "meet"
 JOINED: Final = "joined"
 BEGAN: Final = "began"
 REPORT: Final = "report"
+MOMENT: Final = "moment"
 ENDED: Final = "ended"
 DIED: Final = "died"
 CHECKED: Final = "checked"
@@ -102,6 +105,7 @@ class WorkerPlan(ExecutorPlan):
         resume_from: checkpoints to continue from if ``checkpoints`` has none, best first.
         waits: whether the trial waits for an answer after each report.
         ray: address of the Ray that the process joins; "" for none.
+        moments: whether the process sends :data:`Within` messages.
     """
 
     config: dict[str, Any]
@@ -110,6 +114,7 @@ class WorkerPlan(ExecutorPlan):
     resume_from: list[str]
     waits: bool
     ray: str
+    moments: NotRequired[bool]
 
 
 class Joining(TypedDict):
@@ -202,6 +207,8 @@ Began: TypeAlias = Message[Literal["began"], Beginning]
 """From a worker process: a trial began."""
 Report: TypeAlias = Message[Literal["report"], dict[str, Any]]
 """From a worker process: a trial finished an epoch, with its metrics."""
+Within: TypeAlias = Message[Literal["moment"], "Moment"]
+"""From a worker process: where a trial is within an epoch. It may get lost, and is not recorded."""
 Ended: TypeAlias = Message[Literal["ended"], Ending]
 """From a worker process: a trial ended."""
 Died: TypeAlias = Message[Literal["died"], str]
@@ -212,8 +219,8 @@ Unplaced: TypeAlias = Message[Literal["unplaced"], str]
 """Replaces it if a node could not accept the trial for this reason, unrelated to the trial."""
 
 ToWorker: TypeAlias = Join | Train | Answer | Check
-FromWorker: TypeAlias = Hello | Meet | Joined | Checked | Began | Report | Ended | Died
-ForLoop: TypeAlias = Placed | Unplaced | Began | Report | Ended | Died
+FromWorker: TypeAlias = Hello | Meet | Joined | Checked | Began | Report | Within | Ended | Died
+ForLoop: TypeAlias = Placed | Unplaced | Began | Report | Within | Ended | Died
 """Messages for a study's loop, from its engine."""
 
 

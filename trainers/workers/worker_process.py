@@ -17,6 +17,9 @@ The seconds of an epoch are measured by this process's monotonic clock, from the
 (for the first epoch, from the trial's start) to its own. They include training, evaluation,
 checkpoint and, in the last epoch, the test, but not the wait for the scheduler's reply.
 
+If the plan has ``moments``, a thread sends about once a second where each trial is within its
+epoch. Nobody waits for these messages, and the training does not know of them.
+
 Checkpoints are written by this process, after the epoch and before its report. A checkpoint can be
 newer than the last report that was received, so a resumed trial first reports its earlier epochs.
 """
@@ -49,6 +52,7 @@ from trainers.config import DataConfig, TrialConfig
 from trainers.data import DatasetInfo, prepare
 from trainers.files import check_no_links, make_there
 from trainers.object_store import is_url, local_folder
+from trainers.telemetry.tally import Moment
 from trainers.training.device import check_device
 from trainers.training.trainer import check
 from trainers.user_code import forget
@@ -69,6 +73,7 @@ from trainers.workers.messages import (
     LEAVE,
     LEFT,
     MEET,
+    MOMENT,
     NAMESPACE,
     OUT_OF_MEMORY,
     REFUSED,
@@ -86,6 +91,7 @@ from trainers.workers.messages import (
     Meet,
     Report,
     ToWorker,
+    Within,
     WorkerPlan,
     last_line,
 )
@@ -109,6 +115,8 @@ INTERFACE, LOOPBACK = (
 )
 """Environment variables of the communication libraries, and their value if all ranks are on one
 machine."""
+MOMENT_SECONDS = 1.0
+"""Seconds between two messages about the place of a trial within its epoch."""
 MEET_SECONDS = 120
 """Seconds that ranks wait for each other at the start."""
 
@@ -137,6 +145,9 @@ class Worker:
         self._place = {"rank": 0, "workers": 1}
         self._host = Host() if lanes > 1 else None
         self._initial: InitialSettings | None = None
+        self._shown: dict[str, Executor] = {}
+        """Executors of the running trials whose plan has ``moments``."""
+        self._shows: threading.Thread | None = None
 
     def run(self) -> None:
         """Process messages until the connection closes."""
@@ -179,6 +190,24 @@ class Worker:
             except OSError:
                 os._exit(0)
 
+    def _show(self, trial: str, executor: Executor) -> None:
+        """Send where a trial is within its epochs, from now until :meth:`_train` ends it."""
+        self._shown[trial] = executor
+        if self._shows is None:
+            self._shows = threading.Thread(target=self._say_moments, daemon=True, name="moments")
+            self._shows.start()
+
+    def _say_moments(self) -> None:
+        last: dict[str, Moment] = {}
+        while True:
+            time.sleep(MOMENT_SECONDS)
+            moments = {trial: each.moment() for trial, each in list(self._shown.items())}
+            news = {trial: moment for trial, moment in moments.items() if moment is not None}
+            for trial, moment in news.items():
+                if moment != last.get(trial):
+                    self._say(Within(MOMENT, trial, moment))
+            last = news
+
     def _join(
         self, rank: int, workers: int, address: str, store: int | str, secret: str, backend: str
     ) -> None:
@@ -220,6 +249,8 @@ class Worker:
             executor = make_executor(
                 Context(trial=trial, plan=plan, **self._place, host=self._host)
             )
+            if plan.get("moments") and self._place["rank"] == 0:
+                self._show(trial, executor)
             how = self._epochs(executor, trial, plan)
         except DETERMINISTIC as error:
             how, text = REFUSED, _describe(error)
@@ -233,6 +264,7 @@ class Worker:
                 os._exit(1)  # the process state is undefined after an unexpected error
             error.__traceback__ = None  # its frames hold tensors
         del self._answers[trial]
+        self._shown.pop(trial, None)
         self._leaving.discard(trial)
         retire = self._end(executor)
         self._say(Ended(ENDED, trial, {"how": how, "text": text, "retire": retire}))

@@ -35,6 +35,7 @@ from trainers.workers.messages import (
     LEAVE,
     LEFT,
     MEET,
+    MOMENT,
     REPORT,
     STOP,
     STOPPED,
@@ -193,7 +194,7 @@ class Pool:
                 self._node.kill(key)
 
     def wait(self, seconds: float) -> list[ForLoop]:
-        """Return the messages of trials (began, report, ended, died) once there are any.
+        """Return the messages of trials (began, report, moment, ended, died) once there are any.
 
         Returns after ``seconds`` at the latest. A report also has ``pid`` and ``host`` of its
         process.
@@ -266,7 +267,7 @@ class Pool:
             return self._lose(group, message.payload)
         elif message.kind == ENDED:
             return self._note_end(group, key, message)
-        elif speaks and message.kind == BEGAN:
+        elif speaks and message.kind in (BEGAN, MOMENT):
             return [message]
         elif speaks and message.kind == REPORT:
             process = {"pid": self._pids.get(key), "host": self._machine.host}

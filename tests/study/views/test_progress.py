@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from study.api import StepView
 from study.config import Metric, StudyConfig
 from study.ledger.state import StudyState, fold
+from study.plan.plan import make_plan
 from study.text import duration, percent
-from study.views.progress import Clock, LiveView, PlainView, describe, render
+from study.views.progress import RECENT, Clock, LiveView, PlainView, describe, render
 from tests.study.conftest import made_up_events
+from trainers.telemetry.tally import Moment
 
 pytestmark = pytest.mark.unit
 
@@ -156,6 +159,74 @@ def test_large_trials_that_run_alone_are_not_divided_by_small_ones_that_do_not(t
     seconds = 2 * 11.0 + 5 * 40.0
     at_once = (4 * 11.0 + 40.0) / 51.0
     assert clock.left(state) == pytest.approx(seconds / at_once)
+
+
+def test_the_steps_of_an_epoch_are_shown_and_shorten_the_time_left(tiny: Tiny) -> None:
+    """Also before any epoch has ended: a tenth of its steps took a second."""
+    events = made_up_events(tiny("progress", "seeds=[0]"))
+    state, clock = fold(events[:1]), Clock()
+    timed(clock, state, (0.0, "started", 0))
+    assert clock.left(state, 0.9) is None
+    moment: Moment = {"epoch": 1, "step": 5, "steps": 50, "loss": 0.4321}
+    clock.note(state.trials[0].id, moment, 1.0)
+    assert clock.left(state, 1.0) == pytest.approx(6 * 10.0 - 1.0)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(state, clock, 1.0))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 5/50, loss 0.432" in text
+    timed(clock, state, (4.0, "report", 0))
+    assert clock.moment(state.trials[0]) is None
+    assert clock.left(state, 4.0) == pytest.approx(5 * 4.0)
+    assert clock.left(state, 5.0) == pytest.approx(5 * 4.0 - 1.0)
+    assert clock.left(state, 99.0) == pytest.approx(4 * 4.0)
+    clock.note(state.trials[0].id, moment, 5.0)  # it was late: of the epoch before
+    assert clock.moment(state.trials[0]) is None
+    moment = {"epoch": 2, "step": 25, "steps": 50, "loss": None}
+    clock.note(state.trials[0].id, moment, 7.0)
+    assert clock.left(state, 7.0) == pytest.approx(3.0 + 4 * 4.0)
+
+
+def test_trials_that_a_search_will_propose_are_left(tiny: Tiny) -> None:
+    space = "space={optimizer.lr: {loguniform: [0.01, 1]}}"
+    search = "search={algorithm: tpe, num_samples: 8}"
+    study = tiny("progress", "rows=[{label: a}]", "baseline=null", space, search, "seeds=[0]")
+    planned = make_plan(study).to_event("x")
+    assert planned["size"] == 8
+    first = made_up_events(tiny("progress", "rows=[{label: a}]", "baseline=null", "seeds=[0]"))[0]
+    assert first["event"] == "planned"
+    state, clock = fold([{**first, "size": 8}]), Clock()
+    assert len(state.trials) == 1
+    timed(clock, state, (0.0, "started", 0), *((2.0 * n, "report", 0) for n in (1, 2, 3)))
+    timed(clock, state, (6.0, "finished", 0))
+    assert clock.left(state, 6.0) == pytest.approx(7 * 6.0)
+
+
+def test_the_mean_of_the_latest_epochs_counts(tiny: Tiny) -> None:
+    """The machine has become ten times as slow."""
+    state, clock = fold(made_up_events(tiny("progress", "trial.epochs=200"))[:1]), Clock()
+    timed(clock, state, (0.0, "started", 0), *((float(n), "report", 0) for n in range(1, 101)))
+    timed(clock, state, *((100.0 + 10 * n, "report", 0) for n in range(1, RECENT + 1)))
+    todo = 60 * 10.0 + 1.0 + 199 * 10.0
+    assert clock.left(state) == pytest.approx(todo)
+
+
+def test_the_table_stays_on_the_terminal(tiny: Tiny) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=50)
+    events = made_up_events(tiny("progress"))
+    state = fold(events[:1])
+    view = LiveView(console)
+    assert isinstance(view, StepView)
+    assert not isinstance(PlainView(console), StepView)
+    view.start(state)
+    for event in events[1:-1]:
+        state.apply(event)
+        view.listen(event)
+    view.stop()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    last = text[text.rindex("trial ") :]
+    assert "6 of 6 epochs" in last
+    assert " left" not in last
+    assert "\x1b[2K" not in last.partition("6 of 6 epochs")[2]  # nothing is erased after it
 
 
 def test_epochs_that_took_no_time_leave_none(tiny: Tiny) -> None:

@@ -18,7 +18,8 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, PLANNED, RUNNING, STOPPED
 from tests.study.conftest import TINY
 from tests.study.engines.loop.scripted import Course, ScriptedEngine
-from trainers.workers.messages import LEFT, OUT_OF_MEMORY, REFUSED
+from trainers.telemetry.tally import Moment
+from trainers.workers.messages import LEFT, MOMENT, OUT_OF_MEMORY, REFUSED, Within
 
 pytestmark = pytest.mark.unit
 Start = Callable[..., Course]
@@ -202,6 +203,23 @@ def test_a_trial_that_is_silent_beyond_the_heartbeat_is_killed_and_restarts(star
     course.wait()
     assert silent in course.engine.running
     assert course.state.known[silent].restarts == 1
+
+
+def test_where_a_trial_is_within_an_epoch_is_shown_only_and_no_sign_of_life(start: Start) -> None:
+    course = start(*FOUR, "heartbeat=30")
+    trial, _ = course.engine.running
+    assert not course.engine.plans[trial]["moments"]
+    seen: list[Any] = []
+    course.loop._moment = lambda trial, moment: seen.append((trial, moment))
+    lines = len(read_ledger(course.folder))
+    moment: Moment = {"epoch": 1, "step": 2, "steps": 9, "loss": None}
+    for _ in range(3):
+        course.wait(9.0)
+        course.hear(Within(MOMENT, trial, moment))
+    assert seen == [(trial, moment)] * 3
+    assert len(read_ledger(course.folder)) == lines
+    course.wait(9.0)
+    assert trial in course.engine.killed
 
 
 def test_time_in_which_the_driver_itself_stood_still_is_no_silence(start: Start) -> None:

@@ -205,7 +205,7 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("width", [1280, 800])
+@pytest.mark.parametrize("width", [1280, 800, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_report_works_offline_wide_and_narrow_light_and_dark(
     browser: Any, evil: tuple[StudyConfig, str], width: int, scheme: str, tmp_path: Path
