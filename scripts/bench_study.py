@@ -52,11 +52,11 @@ from bench.view import View
 from omegaconf import OmegaConf
 from ray import tune
 
-from study.api import run_study
 from study.config import RowConfig, StudyConfig
 from study.config.compose import _layers, find_study, load
 from study.engines.ray_session import ENVIRONMENT
 from study.ledger.state import FINISHED
+from study.lifecycle import run_study
 from study.plan.plan import make_plan
 from tests.study.raylets import cluster_of
 from trainers.config import DataConfig, ModelConfig, TrialConfig

@@ -76,7 +76,7 @@ def report(name: str, value: float, unit: str) -> None:
 
 def engine(storage: str, uri: str) -> float:
     """Return the seconds of the trials through the study engine, tracking complete at the end."""
-    from study.api import run_study
+    from study.lifecycle import run_study
 
     settings = StudyConfig(
         name="bench",
@@ -288,7 +288,7 @@ def bench_server() -> None:
 
 
 def bench_crowd() -> None:
-    from study.api import run_study
+    from study.lifecycle import run_study
     from study.tracking.reconcile import reconcile
 
     with tempfile.TemporaryDirectory() as name, server(folder := Path(name), port := free_port()):

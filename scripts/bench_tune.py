@@ -51,12 +51,12 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
-from study.api import Outcome, run_study
 from study.config import RowConfig, StudyConfig
 from study.engines.ray.engine import ENVIRONMENT as TUNE
 from study.engines.ray_session import ENVIRONMENT
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED
+from study.lifecycle import Outcome, run_study
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfig
 from trainers.workers import resources
 

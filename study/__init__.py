@@ -18,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from study.api import Study, create, load, run, tuner
     from study.config import (
         AmendmentConfig,
         ClaimConfig,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     )
     from study.engines.ask_tell import Suggestion
     from study.engines.ray.scripts import LedgerCallback, StudySearcher, tune_trainable
-    from study.handle import Study, create, load, run, tuner
     from trainers.config import (
         DataConfig,
         Layout,
@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "study.handle": ("Study", "create", "load", "run", "tuner"),
+    "study.api": ("Study", "create", "load", "run", "tuner"),
     "study.engines.ask_tell": ("Suggestion",),
     "study.engines.ray.scripts": ("LedgerCallback", "StudySearcher", "tune_trainable"),
     "study.config": (

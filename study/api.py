@@ -1,534 +1,466 @@
-"""Functions behind the commands: run a study, write its report, send it to MLflow.
+"""Studies in Python and in notebooks: run one, load it, read its results, ask and tell.
 
-Scripts and notebooks use :mod:`study.handle`. The steps of a run are: make the plan, check it
-(preflight), open the ledger, run the trials, update MLflow, write the report.
+``import study`` provides these functions::
+
+    import study
+
+    first = study.run("quickstart", {"trial.epochs": 2}, name="first")
+    first.trials                    # a DataFrame
+    first.best.params
+    first.figure("error_per_epoch")
+
+All results come from the study's ledger, even while the study runs in another process.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import os
-import threading
+import html
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from study.config import StudyConfig
-from study.engines.control import Control, Decision, clear, storage_refused
-from study.engines.launch_times import continued, launch_of_job
-from study.engines.preflight import check_same_data, check_same_name, preflight, say_changed_code
+from study.config.compose import as_overrides
+from study.config.compose import load as load_config
+from study.engines.ask_tell import Suggestion, ask, asked, tell
 from study.engines.ray.options import TuneOptions
-from study.engines.ray.start import RayStart
-from study.engines.runner import run_plan
-from study.errors import StorageError, refusals
-from study.evidence.statement import state_claims
-from study.ledger.events import Event
-from study.ledger.lock import is_locked
-from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
-from study.ledger.provenance import hardware, provenance
-from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
-from study.ledger.storage import check_storage, check_writable, fetch_report, share
-from study.ledger.studies import placed, read
-from study.plan.candidates import by_rule
-from study.plan.checkpoints import check_same_ledger
-from study.plan.engine_choice import by_ray
-from study.plan.extend import continuations
-from study.plan.plan import Plan, make_plan
-from study.program import lns_study
-from study.results.idle_time import remark
-from study.search.agenda import adopt
-from study.text import NAME, counted, one_line
-from study.tracking.address import OFF, how_to_open, page, store_of
-from study.tracking.tensorboard_alerts import Sinks, check_sinks
-from study.tracking.writer import sync
-from study.tracking.writer_supervisor import (
-    NoTracker,
-    Tracker,
-    check_study,
-    check_tracking,
-    make_tracker,
-)
-from study.tracking_uri import REMEDY, name_address, stored
-from study.views.view import StepView, View
-from trainers.files import check_own_folder
-from trainers.object_store import local_folder
-from trainers.workers.node import Node
+from study.errors import UserError, refusals
+from study.evidence.judge import by_row, judge
+from study.evidence.record import record
+from study.ledger.log import FILE
+from study.ledger.state import ALL, UNFINISHED, StudyState
+from study.ledger.storage import refresh
+from study.ledger.studies import condition, continued, find, placed, read
+from study.lifecycle import Outcome, create_study, report_study, run_study
+from study.plan.extend import extended
+from study.program import STORAGE
+from study.report.export import export_rows
+from study.report.tables import table_of
+from study.results.answer import answer
+from study.results.configurations import Configuration, best, groups_of_seeds
+from study.results.summary import summarise
+from study.text import cut, printable
+from study.tracking.sqlite import advice
+from study.views.view import make_view
+from trainers.config.validation import plain
 
-if TYPE_CHECKING:  # imports torch
-    from trainers.telemetry.tally import Moment
-
-EXCLUDED_SHOWN = 3
-LATER_SECONDS = 5.0
-FEW_CORES = 4
-LOADED = time.time()
-"""Unix time at which this process had imported a run's code; this module is imported last."""
+if TYPE_CHECKING:
+    import pandas as pd
+    import polars
+    from matplotlib.figure import Figure
+    from ray.tune import RunConfig, Tuner
+    from rich.console import Console
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Outcome of a run of a study.
+class Study:
+    """An existing study, read from its ledger.
+
+    :func:`run`, :func:`create` and :func:`load` return one.
+
+    Args:
+        folder: folder of the study; :func:`load` finds it by the study's name.
+        own: whether this process has run the study or made its plan. If so, the check functions of
+            its claims are the caller's own code and may be run.
 
     Attributes:
-        state: state of the study.
-        report: folder of the report.
-        tracking: URI of the MLflow store that has the runs.
-        tracking_error: why MLflow lacks part of the study, or "".
-        page: address of the study's page in MLflow's interface, or "".
+        folder: folder of the study, with its ledger, checkpoints and report.
+
+    Example::
+
+        first = study.load("quickstart")
+        first.answer                            # a sentence
+        first.trials.groupby("row")["validation/error"].mean()
+        first.figure("error_per_epoch").savefig("errors.png")
+        first.run(seeds=[0, 1, 2])              # trains the added seeds only
     """
 
-    state: StudyState
-    report: Path
-    tracking: str
-    tracking_error: str
-    page: str = ""
+    def __init__(self, folder: Path, own: bool = False) -> None:
+        self.folder, self._own = folder, own
+        self._read: tuple[tuple[int, int], StudyState] | None = None
 
     @property
-    def failed(self) -> int:
-        """Number of failed trials."""
-        return sum(trial.status == FAILED for trial in self.state.trials)
-
-
-def run_study(
-    study: StudyConfig,
-    view: View,
-    say: Callable[[str], None],
-    only: str = ALL,
-    node: Node | None = None,
-    began: float | None = None,
-    job: bool = False,
-    options: TuneOptions | None = None,
-) -> Outcome:
-    """Run a study, or the rest of a study that was started before.
-
-    Args:
-        study: the config.
-        view: progress display.
-        say: prints one line for the user, such as a warning.
-        only: ``all`` runs every trial that has not finished, ``unfinished`` skips the failed
-            ones, and ``failed`` runs only these.
-        node: node process of this machine that is already starting; ended with the study.
-        began: start time of the command on the :func:`time.monotonic` clock; None for now.
-        job: whether a job controller started this run, which then continues an interrupted run.
-        options: additions by the caller to the Tuner of the ray engine.
-
-    Raises:
-        UserError: the study cannot start; nothing was changed.
-        StorageError: a write to the storage failed during the run; the same command continues
-            once the storage is writable.
-        KeyboardInterrupt: after Ctrl-C; ledger, MLflow runs and report are closed.
-    """
-    began = time.monotonic() if began is None else began
-    name_address(study.tracking)
-    with (
-        RayStart(say, options) as ray,
-        _opened(study, say, node, job, ray) as (plan, data, ledger, before, node, spent),
-    ):
-        for uri in stored(ledger.history):
-            say(f"The ledger holds the password of {uri}: {REMEDY}.")
-        say_changed_code(plan, before, say)
-        rules = by_rule(plan.excluded)
-        for count, entry in rules[:EXCLUDED_SHOWN]:
-            more = f" (and {count - 1} more)" if count > 1 else ""
-            say(f"Left out: {entry}{more}")
-        if len(plan.excluded) > min(len(rules), EXCLUDED_SHOWN):
-            say(
-                f"Left out: {len(plan.excluded)} configurations in all;"
-                f" `{lns_study('plan', 'CONFIG')}` lists them"
-            )
-        return _run(plan, data, ledger, before, view, say, only, node, began, spent, ray)
-
-
-def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
-    """Check a study and write its plan to its ledger without running it; return its folder.
-
-    The ledger does not change if its last plan has the same config, data and code.
-
-    Raises:
-        UserError: the study cannot start (nothing was changed), or its storage is not writable.
-    """
-    with _opened(study, say) as (plan, data, ledger, before, *_):
-        if not _in_plan(plan, before) or before.plan.get("study") != plan.study.to_dict():
-            try:
-                _enter_plan(plan, data, ledger, ALL)
-                ledger.append({"event": "ended", "outcome": "stopped"})
-            except LedgerError as error:
-                raise storage_refused(f"storage: ledger: {error}", ledger.folder) from None
-        return ledger.folder
-
-
-@contextmanager
-def _opened(
-    study: StudyConfig,
-    say: Callable[[str], None],
-    node: Node | None = None,
-    job: bool = False,
-    ray: RayStart | None = None,
-) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState, Node, float]]:
-    """Check a study and open its ledger.
-
-    Yields the plan, the data, the ledger, the state before this run, the node that checked the
-    trials, and the seconds that earlier runs of the same job took. For a new study with the ray
-    engine, ``ray`` starts during the checks, because all trials have yet to run.
-    """
-    with refusals():
-        check_storage(study.storage)
-        plan = make_plan(study)
-    with Node() if node is None else nullcontext(node) as own:
+    def state(self) -> StudyState:
+        """State of the study; the ledger is read again if it has changed."""
         with refusals():
-            check_sinks(study)
-            meanwhile = None
-            if ray is not None and by_ray(study) and not (study.folder / FILE).exists():
-                meanwhile = functools.partial(ray.begin, plan)
-            plan, data = preflight(plan, own, say, meanwhile)
-            check_study(plan, say)
-        if data:
-            say(f"Data: {'; '.join(entry['source'] for entry in data)}")
-        with refusals():
-            ledger = Ledger(plan.study.folder)
-        with ledger:
+            refresh(self.folder)
+        file = (self.folder / FILE).stat()
+        seen = file.st_size, file.st_mtime_ns  # another ledger may be as long
+        if self._read is None or self._read[0] != seen:
             with refusals():
-                before = fold(ledger.history)
-                earlier = continued(before.runs, launch_of_job(LOADED)) if job else []
-                # before the slow steps, so that later requests are not lost
-                clear(plan.study.folder, keep=bool(earlier))
-                check_same_name(plan.study, before)
-                check_same_data(data, before)
-                check_same_ledger(ledger, before)
-                plan = adopt(plan, before)
-            yield plan, data, ledger, before, own, sum(run.end - run.begin for run in earlier)
+                self._read = seen, read(self.folder)
+        return self._read[1]
+
+    @property
+    def config(self) -> StudyConfig:
+        """Config of the last plan, with the study's current storage."""
+        return placed(self.state.config, self.folder)
+
+    @property
+    def trials(self) -> pd.DataFrame:
+        """One row per trial: identity, config under dotted keys, status, last and final metrics.
+
+        Example::
+
+            finished = first.trials.query("status == 'finished'")
+            finished.groupby("config.precision.format")["validation/error"].mean()
+        """
+        return _frame(export_rows(self.state))
+
+    @property
+    def epochs(self) -> pd.DataFrame:
+        """One row per trial and epoch: identity, config under dotted keys, metrics."""
+        return _frame(export_rows(self.state, epochs=True))
+
+    def polars(self, rows: Literal["trials", "epochs"] = "trials") -> polars.DataFrame:
+        """Return :attr:`trials` or :attr:`epochs` as a polars DataFrame.
+
+        Missing values are null; a NaN was reported by the trial. A column with values of several
+        types, such as a choice between numbers and strings, becomes a string column.
+
+        Args:
+            rows: ``"trials"`` or ``"epochs"``.
+
+        Raises:
+            UserError: ``rows`` is another value, or polars is not installed.
+        """
+        if rows not in ("trials", "epochs"):
+            raise UserError(f"polars({rows!r}): unknown rows; use 'trials' or 'epochs'")
+        try:
+            import polars
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"polars({rows!r}): the package polars is not installed; use `pip install"
+                f" 'lns-study[polars]'`, or .{rows}, a frame of pandas"
+            ) from error
+        lines = export_rows(self.state, epochs=rows == "epochs")
+        names = dict.fromkeys(name for line in lines for name in line)
+        columns = {name: [line.get(name) for line in lines] for name in names}
+        return polars.DataFrame(columns, strict=False)
+
+    @property
+    def best(self) -> Configuration | None:
+        """Finished configuration with the best first objective, or None if none has finished.
+
+        Compares all rows on the validation split and applies the search's constraints, see
+        :func:`study.results.configurations.best`.
+        """
+        state = self.state
+        search = state.config.search
+        groups = groups_of_seeds(state.trials, search.objectives, search.constraints)
+        return best(groups, search.objectives)
+
+    @property
+    def answer(self) -> str:
+        """Answer to the study's question as a sentence, see :mod:`study.results.answer`."""
+        return answer(self.state, summarise(self.state))
+
+    @property
+    def asked(self) -> list[Suggestion]:
+        """Open trials: :meth:`ask` has suggested them, and :meth:`tell` has no result yet."""
+        return asked(self.folder)
+
+    def summary(self) -> pd.DataFrame:
+        """Return the first table of the report as formatted strings, one line per row.
+
+        If claims refer to rows, the column ``claims`` has their verdicts.
+        """
+        import pandas as pd
+
+        table = summarise(self.state)
+        names, *lines = table_of(self.state, table)
+        frame = pd.DataFrame(lines, columns=names).set_index("row")
+        verdicts = by_row(self.state, table)
+        return frame.assign(claims=verdicts) if any(verdicts.values()) else frame
+
+    @property
+    def claims(self) -> pd.DataFrame:
+        """One row per claim: estimate, interval, verdict, statement and source.
+
+        The check functions of claims run only if this process has run the study. For a loaded
+        study, their verdicts come from the last report; ``report(run_checks=True)`` runs them.
+        """
+        verdicts = judge(self.state, self.folder, run_checks=self._own)
+        lines = record(self.state, summarise(self.state), verdicts)["claims"]
+        return _frame(lines).set_index("name") if lines else _frame([])
+
+    def figure(self, name: str, *, dark: bool = False) -> Figure:
+        """Return a picture of the report as a matplotlib figure.
+
+        Args:
+            name: file name of the picture without its suffix, for example ``error_per_epoch``.
+            dark: whether to use colors for a dark background.
+
+        Raises:
+            UserError: the report has no picture ``name``, or the study has no data for it.
+
+        Example::
+
+            first.figure("error_per_epoch", dark=True).savefig("errors.svg")
+        """
+        from study.report.figures.style import DARK, LIGHT
+        from study.report.pictures import drawings
+        from study.views.notebook import show_figures
+
+        draw = drawings(self.state, summarise(self.state))
+        if name not in draw:
+            raise UserError(
+                f"figure {name!r}: the report has no such picture; use one of {', '.join(draw)}"
+            )
+        figure = draw[name](DARK if dark else LIGHT)
+        if figure is None:
+            shown = ", ".join(key for key in draw if draw[key](LIGHT) is not None)
+            raise UserError(f"figure {name!r}: this study has no data for it; use one of {shown}")
+        show_figures()
+        return figure
+
+    def plot(self, x: str = "", y: str = "") -> Any:
+        """Return a plotly figure of the trials, see :func:`study.report.interactive.scatter`.
+
+        Raises:
+            UserError: no trial has reported, or an axis is unknown; the message lists the axes.
+        """
+        from study.report.interactive import scatter
+
+        with refusals():
+            return scatter(self.state, x, y)
+
+    def run(self, overrides: Mapping[str, Any] | None = None, /, **keys: Any) -> Study:
+        """Change the study, for example with ``seeds=[0, 1, 2]``, and run the remaining trials.
+
+        Failed trials run again; :meth:`resume` skips them.
+
+        Args:
+            overrides, keys: changes, as for :func:`run`.
+
+        Raises:
+            UserError: a change is invalid, or the study cannot start; nothing was changed.
+
+        Example::
+
+            study.load("quickstart").run({"trial.epochs": 8}, seeds=[0, 1, 2])
+        """
+        began = time.monotonic()
+        with refusals():
+            changed = extended(self.state, as_overrides({**(overrides or {}), **keys}))
+            study = continued(changed, self.folder)
+        return _run(study, ALL, began)
+
+    def resume(self) -> Study:
+        """Run unfinished trials except the failed ones; return the study.
+
+        Raises:
+            UserError: the study cannot start; nothing was changed.
+        """
+        began = time.monotonic()
+        with refusals():
+            study = continued(self.config, self.folder)
+        return _run(study, UNFINISHED, began)
+
+    def report(self, tracking_uri: str | None = None, *, run_checks: bool = False) -> Path:
+        """Write the report again, update MLflow, and return the path of the report's page.
+
+        Args:
+            tracking_uri: MLflow store to update; None for the study's own.
+            run_checks: whether to run the check functions of the study's claims even if this
+                process has not run the study. The ledger names these functions, so read it first
+                if you do not trust its author.
+
+        Raises:
+            UserError: the report cannot be written, or the server at ``tracking_uri`` does not
+                answer; nothing was written.
+        """
+        run_checks = run_checks or self._own
+        outcome = report_study(self.folder, _print, tracking_uri, run_checks=run_checks)
+        _say_tracking(outcome)
+        return outcome.report / "report.html"
+
+    def ask(self) -> Suggestion | None:
+        """Suggest the next trial for a loop of your own, see :func:`study.engines.ask_tell.ask`.
+
+        Returns None if no trial is left, or if the search first needs the results of open trials.
+        :func:`create` has an example.
+        """
+        return ask(self.folder)
+
+    def tell(
+        self,
+        suggestion: Suggestion,
+        values: float | Mapping[str, float] | None = None,
+        *,
+        error: str | Exception = "",
+    ) -> None:
+        """Record a trial's results or its error, see :func:`study.engines.ask_tell.tell`.
+
+        Args:
+            suggestion: the trial, from :meth:`ask` or :attr:`asked`.
+            values: metrics by name, or the value of the only objective.
+            error: why the trial failed; "" if it did not.
+        """
+        tell(self.folder, suggestion, values, error=error)
+
+    def __repr__(self) -> str:
+        state = self.state
+        counts = ", ".join(f"{count} {status}" for status, count in state.counts().items())
+        now = condition(self.folder, state)
+        return printable(cut(f"<Study {state.config.name!r}: {now}; {counts or 'no trials'}>"))
+
+    def _repr_html_(self) -> str:
+        """Return the study's name, answer and table as HTML for a notebook, with escaped text."""
+        parts = [f"<p>{html.escape(text)}</p>" for text in (repr(self), self.answer)]
+        return printable("".join([*parts, self.summary().to_html()]))
 
 
-def _in_plan(plan: Plan, state: StudyState) -> bool:
-    """Return whether the study's last plan has all trials of ``plan``."""
-    last = {trial.id for trial in state.trials}
-    return all(trial.id in last for trial in plan.trials)
+def run(
+    config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None = None, /, **keys: Any
+) -> Study:
+    """Run a study and show its progress; resume it if it was started before.
 
-
-def _enter_plan(
-    plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str, began: float | None = None
-) -> None:
-    code, here, launch = provenance(), hardware(), launch_of_job(LOADED)
-    planned = plan.to_event(ledger.id)
-    planned |= {"only": only, "stated": state_claims(plan.study.to_dict())}
-    if began is not None:
-        planned["prepared"] = time.monotonic() - began
-    planned |= {"data": data, "provenance": code, "hardware": here}
-    if launch:
-        planned["launch"] = launch
-    ledger.append(planned)
-
-
-def _begin(
-    plan: Plan,
-    data: list[dict[str, Any]],
-    ledger: Ledger,
-    state: StudyState,
-    only: str,
-    say: Callable[[str], None],
-    began: float,
-) -> None:
-    """Write the plan of a run to the ledger and print which trials are left."""
-    try:
-        _enter_plan(plan, data, ledger, only, began)
-        longer = continuations(ledger, state)
-    except LedgerError as error:
-        refused = f"storage: ledger: {error}; nothing was started"
-        raise storage_refused(refused, plan.study.folder) from None
-    if longer:
-        say(
-            f"{longer} trials continue from the last checkpoint of the same trial with fewer"
-            " epochs."
-        )
-    _say_what_is_left(state, say)
-    _say_unused_gpus(plan, state, say)
-
-
-def _step_of(view: View) -> Callable[[str, Moment], None] | None:
-    return view.step if isinstance(view, StepView) else None
-
-
-def _run(
-    plan: Plan,
-    data: list[dict[str, Any]],
-    ledger: Ledger,
-    state: StudyState,
-    view: View,
-    say: Callable[[str], None],
-    only: str,
-    node: Node,
-    began: float,
-    spent: float,
-    ray: RayStart,
-) -> Outcome:
-    ids = None if only != ONLY_FAILED else _failed(plan, state)
-    broken_off = ids is not None and state.outcome not in (FINISHED, FAILED)
-    ledger.listen(state.apply)
-    _begin(plan, data, ledger, state, only, say, began)
-    folder = plan.study.folder
-    artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
-    tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)
-    sinks = Sinks(plan.study, say)
-    later = _DeferredStart(tracker.start, sinks.start)
-    ledger.listen(later.hear)
-    ledger.listen(view.listen)
-    view.start(state)
-    edited = lambda limits: ledger.append({"event": "edited", "limits": limits})  # noqa: E731
-    control, outcome = Control(folder, state, plan.study.limits, edited, spent), "interrupted"
-    try:
-        run_plan(plan, ledger, state, control, node, ids, say, ray=ray, moment=_step_of(view))
-        decision = control.decide(fresh=True)
-        outcome = _describe_end(plan, state, decision, broken_off)
-        if decision.reason and not control.storage_error:
-            say(_ended_early(decision.reason))
-    finally:
-        later.start()
-        with control.watch_storage():
-            ledger.append({"event": "ended", "outcome": outcome})
-        view.stop()
-        # writing a report would create the deleted folder again
-        report = None if isinstance(ledger.broken, LedgerGoneError) else folder / "report"
-        error = ""
-        with control.watch_storage():
-            error = _close(state, report, tracker, sinks, say)
-    if report is None:
-        raise StorageError(f"storage: {ledger.broken}")
-    if control.storage_error:
-        raise storage_refused(control.storage_error, folder, StorageError)
-    if idle := remark(state.runs[-1]):
-        say(idle)
-    return _outcome(state, report, plan.study, error, tracker.where())
-
-
-def _ended_early(reason: str) -> str:
-    limited = reason.startswith("limits.")
-    left = "raise or drop it to continue" if limited else "the same command continues"
-    return f"Ended early: {reason}; {left}."
-
-
-def _share(report: Path, say: Callable[[str], None]) -> None:
-    """Send the report to the study's object store, if it has one."""
-    if error := share(report):
-        say(f"The report is in {report} only: {error}")
-
-
-def _failed(plan: Plan, state: StudyState) -> list[str]:
-    """Return the ids of the plan's trials that have failed."""
-    known = (state.known[trial.id] for trial in plan.trials if trial.id in state.known)
-    return [trial.id for trial in known if trial.status == FAILED]
-
-
-def _describe_end(
-    plan: Plan, state: StudyState, decision: Decision, broken_off: bool = False
-) -> str:
-    """Return the outcome of a run.
-
-    It is ``stopped`` if trials are left, ``failed`` if a trial has failed, and else ``finished``.
-
-    Args:
-        plan: the plan.
-        state: state of the study.
-        decision: why the run ended early, if it did.
-        broken_off: whether an earlier run was interrupted and this one only repeats failed trials.
-    """
-    left = len(state.trials) < plan.size
-    if (
-        any(trial.status not in ENDED for trial in state.trials)
-        or (decision.reason and left)
-        or (broken_off and (left or plan.study.search.confirm))
-    ):
-        return "stopped"
-    return "failed" if any(trial.status == FAILED for trial in state.trials) else "finished"
-
-
-def write_report(state: StudyState, folder: Path, *, run_checks: bool) -> Path:
-    """Write the report, see :func:`study.report.write.write_report`."""
-    from study.report.write import write_report  # takes a second; trials should not wait for it
-
-    return write_report(state, folder, run_checks=run_checks)
-
-
-class _DeferredStart:
-    """Deferred start of background work, so that it does not delay the first epoch.
-
-    This work is the processes that write to MLflow and to the sinks, and the import of the code
-    that draws the report. It starts with the first epoch report or after :data:`LATER_SECONDS`. On
-    a machine with at least :data:`FEW_CORES` cores it starts at once.
-
-    Args:
-        starts: functions that start these processes; each is called once.
-    """
-
-    def __init__(self, *starts: Callable[[], None]) -> None:
-        self._starts = starts
-        self._lock = threading.Lock()
-        self._started = False
-        spare = len(os.sched_getaffinity(0)) >= FEW_CORES
-        self._timer = threading.Timer(0.0 if spare else LATER_SECONDS, self._begin)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def hear(self, event: Event) -> None:
-        """Start the tracker and load the report's code at the first report."""
-        if event["event"] == "report" and not self._started:
-            self.start()
-            threading.Thread(target=_load_report, daemon=True, name="load report").start()
-
-    def start(self) -> None:
-        """Start the tracker now, unless it has been started."""
-        with self._lock:
-            if not self._started:
-                self._started = True
-                self._timer.cancel()
-                for start in self._starts:
-                    start()
-
-    def _begin(self) -> None:
-        self.start()
-        _load_report()
-
-
-def _load_report() -> None:
-    import scipy.stats  # noqa: F401  for the tests of the report
-
-    import study.report.write  # noqa: F401
-
-
-def _close(
-    state: StudyState, folder: Path | None, tracker: Tracker | NoTracker, sinks: Sinks,
-    say: Callable[[str], None],
-) -> str:  # fmt: skip
-    """Write the report and close the MLflow runs and the sinks, these also if the report fails.
-
-    ``folder`` None skips the report. Returns why MLflow lacks part of the study, or "".
-    """
-    report = None
-    try:
-        if folder is not None:
-            sent = "" if isinstance(tracker, NoTracker) else ", and to MLflow what it lacks"
-            say(f"Writing the report{sent} ...")
-            report = write_report(state, folder, run_checks=True)  # the code of this run's plan
-    finally:
-        error = tracker.close(report)
-        sinks.close()
-    if report:
-        _share(report, say)
-    return error
-
-
-def report_study(
-    folder: Path, say: Callable[[str], None], tracking_uri: str | None = None,
-    *, run_checks: bool = False,
-) -> Outcome:  # fmt: skip
-    """Write a study's report again from its ledger, and send missing data to MLflow.
-
-    MLflow is skipped while the study runs, because the study's own process updates it.
+    Ctrl-C (or a notebook's interrupt) stops the study cleanly, and the same call resumes it.
 
     Args:
-        folder: folder of the study.
-        say: prints one line for the user.
-        tracking_uri: MLflow store to update; None for the study's own.
-        run_checks: whether to run the check functions of the claims, which the ledger names.
+        config: a config, the path of a YAML or Python file, or a name in ``conf/study``.
+        overrides: changes by dotted key: ``{"trial.epochs": 3}``.
+        keys: changes as keyword arguments: ``seeds=[0, 1]``, ``trial={"epochs": 3}``,
+            ``data="digits"``; ``small=True`` runs the study's small form.
 
     Raises:
-        UserError: ``folder`` has no study, the report cannot be written, or the server at
-            ``tracking_uri`` does not answer; nothing was written.
+        UserError: the config or a change is invalid, or the study cannot start; nothing was
+            changed.
+        KeyboardInterrupt: the user interrupted the study; ledger, MLflow runs and report are
+            complete.
+
+    Example::
+
+        first = study.run("quickstart", {"trial.epochs": 2}, name="first", seeds=[0, 1])
+        print(first.answer)
+        first.trials                            # a DataFrame, one row per trial
+    """
+    began = time.monotonic()
+    return _run(_compose(config, overrides, keys), ALL, began)
+
+
+def tuner(
+    config: str | Path | StudyConfig,
+    overrides: Mapping[str, Any] | None = None,
+    /,
+    *,
+    run_config: RunConfig | None = None,
+    **keys: Any,
+) -> Tuner:
+    """Return a study as a ``ray.tune.Tuner``, whose ``fit`` runs it and returns a ``ResultGrid``.
+
+    The study has the same ledger, MLflow runs, report, trial ids and metrics as with :func:`run`,
+    and resumes in the same way. Tune's trials are named by their trial ids. A result's config
+    contains ``trial``, ``row``, ``seed`` and the sampled values.
+
+    Args:
+        config, overrides, keys: as for :func:`run`; ``engine="ray"`` is set.
+        run_config: callbacks and loggers, ``name``, ``storage_path`` and ``verbose`` for Tune.
+
+    Raises:
+        UserError: the config or a change is invalid, or the ``run_config`` sets a field that the
+            study's config decides.
+
+    Example::
+
+        grid = study.tuner("quickstart", {"trial.epochs": 2}, name="in tune").fit()
+        grid.get_best_result("validation/error", "min").config["row"]
+    """
+    from study.engines.ray.study_tuner import StudyTuner
+
+    composed = _compose(config, overrides, {**keys, "engine": "ray"})
+    return StudyTuner(lambda options: _run(composed, ALL, time.monotonic(), options), run_config)
+
+
+def create(
+    config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None = None, /, **keys: Any
+) -> Study:
+    """Create a study without running it, for a loop of your own with ``ask`` and ``tell``.
+
+    Args:
+        config, overrides, keys: as for :func:`run`.
+
+    Raises:
+        UserError: the config or a change is invalid, or the study cannot start; nothing was
+            changed.
+
+    Example::
+
+        >>> import tempfile, study
+        >>> where = tempfile.mkdtemp()
+        >>> mine = study.create("quickstart", name="mine", data="digits", storage=where)
+        Data: scikit-learn's handwritten digits (1,797 images of 8 x 8)
+        >>> trial = mine.ask()
+        >>> trial.row, trial.seed
+        ('float32', 0)
+        >>> mine.tell(trial, {"validation/error": 0.1})  # your loop has trained trial.config
+        >>> mine
+        <Study 'mine': stopped; 1 finished, 19 planned>
+    """
+    return Study(create_study(_compose(config, overrides, keys), _print), own=True)
+
+
+def load(name: str | Path, storage: str | Path = STORAGE) -> Study:
+    """Return an existing study.
+
+    Args:
+        name: name or folder of the study.
+        storage: folder or object store of the studies.
+
+    Raises:
+        UserError: ``storage`` has no such study; the message lists its studies.
+
+    Example::
+
+        first = study.load("first")
+        study.load("first", "s3://bucket/studies").best.params
     """
     with refusals():
-        state = _reportable(folder)
-        study = placed(state.config, folder)
-        uri, unnamed = tracking_uri, ""
-        try:
-            uri = store_of(study, tracking_uri)
-        except ValueError as refused:
-            unnamed = str(refused)
-        study = dataclasses.replace(study, tracking_uri=uri or study.tracking_uri)
-        check_writable(
-            folder / "report",
-            "report",
-            "mend its permissions, move what is in its place, or report a copy of the folder",
-        )
-        if tracking_uri:
-            check_tracking(study.tracking)
-        if any(claim.check for claim in study.claims) and not run_checks:
-            fetch_report(folder)  # it has their verdicts
-    report = write_report(state, folder / "report", run_checks=run_checks)
-    _share(report, say)
-    error, where = "", dict[str, str]()
-    if state.damage:
-        say(f"{one_line(state.config.name, NAME)}: {state.damage}")
-    elif folder.name != study.slug:
-        named = one_line(study.name, NAME)
-        say(f"MLflow: nothing was sent; {folder} is a renamed folder, or a copy, of {named!r}")
-    elif unnamed:
-        say(one_line(f"MLflow: nothing was sent; {unnamed}"))
-    elif not is_locked(folder) and study.tracking != OFF:
-        error, where = sync_study(folder, study, report)
-    return _outcome(state, report, study, error, where)
+        return Study(find(str(name), str(storage)))
 
 
-def sync_study(folder: Path, study: StudyConfig, report: Path | None) -> tuple[str, dict[str, str]]:
-    """Send MLflow the data that it lacks of the ledger in ``folder``.
-
-    Returns:
-        Why that failed, or "", and the place of the runs in MLflow.
-    """
-    where: dict[str, str] = {}
-    error = sync(folder, study.tracking, _artifacts(study), report, where.update)
-    return error, where
-
-
-def _say_where(plan: Plan, where: dict[str, str], say: Callable[[str], None]) -> None:
-    address = page(where["experiment"], where["view"])
-    say(f"MLflow: {how_to_open(plan.study.tracking, plan.study.storage, address)}")
+def _compose(
+    config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None, keys: dict[str, Any]
+) -> StudyConfig:
+    source = config if isinstance(config, StudyConfig) else str(config)
+    changes = {**(overrides or {}), **keys}
+    with refusals():
+        if small := plain("small", keys.get("small")) is True:
+            del changes["small"]
+        return load_config(source, as_overrides(changes), _print, small=small)
 
 
-def _outcome(
-    state: StudyState, report: Path, study: StudyConfig, error: str, where: dict[str, str]
-) -> Outcome:
-    address = page(where["experiment"], where["view"]) if "view" in where else ""
-    return Outcome(
-        state=state, report=report, tracking=study.tracking, tracking_error=error, page=address
-    )
+def _run(config: StudyConfig, only: str, began: float, options: TuneOptions | None = None) -> Study:
+    from study.views.console import PrintableConsole
+
+    console = PrintableConsole()
+    view, say = make_view(console), _say_on(console)
+    outcome = run_study(config, view, say, only, began=began, options=options)
+    _say_tracking(outcome)
+    return Study(outcome.report.parent, own=True)
 
 
-def _reportable(folder: Path) -> StudyState:
-    if not (folder / FILE).exists():
-        raise ValueError(
-            f"{folder}: holds no study (no ledger with a plan); run one with"
-            f" `{lns_study('run', 'CONFIG')}`, or name its storage with --storage"
-        )
-    check_own_folder(folder / "report")
-    state = read(folder)
-    if not state.outcome and not is_locked(folder):
-        state.outcome = "interrupted"
-    return state
+def _print(line: str) -> None:
+    print(printable(line))
 
 
-def _artifacts(study: StudyConfig) -> Path:
-    return local_folder(study.storage) / "artifacts"
+def _say_on(console: Console) -> Any:
+    """Return a function that prints a line; on a terminal the line appears above the live table."""
+    if console.is_jupyter:
+        return _print
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:
-    finished = sum(trial.status == FINISHED for trial in state.trials)
-    begun = sum(trial.status != FINISHED and trial.epoch > 0 for trial in state.trials)
-    if finished or begun:
-        say(
-            f"Resuming: {finished} of {len(state.trials)} trials are finished, {begun} continue"
-            " from their last checkpoint."
+def _say_tracking(outcome: Outcome) -> None:
+    if outcome.tracking_error:
+        _print(
+            f"MLflow lacks part of this study ({outcome.tracking_error}); report() sends it"
+            f"{advice(outcome.tracking, outcome.tracking_error)}"
         )
 
 
-def _say_unused_gpus(plan: Plan, state: StudyState, say: Callable[[str], None]) -> None:
-    gpus = hardware()["gpus"] if plan.study.address is None else []
-    known = state.known
-    left = [
-        trial.config
-        for trial in (*plan.trials, *plan.first)
-        if trial.id not in known or known[trial.id].status not in ENDED
-    ]
-    if gpus and left and not any(config.device == "cuda" for config in left):
-        say(f"{counted(len(gpus), 'GPU')} ({gpus[0]}) not in use: trial.device=cuda takes GPUs.")
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(rows)

@@ -37,7 +37,7 @@ ORDER = {
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",
         "results", "evidence", "search", "tracking", "engines", "report.figures", "report",
         "evidence.reproduction", "evidence.verify_pages", "evidence.verify", "views",
-        "ops.repair", "ops.serve", "api", "handle", "ops.launch", "cli", "__main__",
+        "ops.repair", "ops.serve", "lifecycle", "api", "ops.launch", "cli", "__main__",
     ],
 }  # fmt: skip
 """The rooms of each package; a room imports only from earlier rooms. Modules that only re-export
@@ -77,7 +77,10 @@ LAZY = {
     ("lns_ops.formats.sized_float", "lns_ops.formats.bit_views"): "1.8 s, the same",
     ("lns_ops.formats.tabulated", "lns_ops.formats.list_rounding"): "1.8 s, the same",
     ("lns_ops.formats.stochastic_rounding", "lns_ops"): "1.8 s, the same",
-    ("study.api", "study.report.write"): "draws with what takes 1.6 s, as the first trial trains",
+    (
+        "study.lifecycle",
+        "study.report.write",
+    ): "draws with what takes 1.6 s, as the first trial trains",
     (
         "study.engines.preflight",
         "trainers.workers.worker_process",
@@ -86,12 +89,12 @@ LAZY = {
     " reads its token's variables when it is loaded",
     ("study.engines.ray.start", "study.engines.ray.run"): "2.4 s, the same",
     ("study.engines.ray.scripts", "trainers.workers.executors"): "2.5 s, of torch, in a driver",
-    ("study.handle", "study.engines.ray.study_tuner"): "2.4 s, of Ray Tune",
-    ("study.handle", "study.views.console"): "0.1 s, of rich, as a study starts",
-    ("study.handle", "study.views.notebook"): "shows what is drawn",
-    ("study.handle", "study.report.figures.style"): "draws with what takes 1.6 s",
-    ("study.handle", "study.report.interactive"): "draws with what takes 1.6 s",
-    ("study.handle", "study.report.pictures"): "draws with what takes 1.6 s",
+    ("study.api", "study.engines.ray.study_tuner"): "2.4 s, of Ray Tune",
+    ("study.api", "study.views.console"): "0.1 s, of rich, as a study starts",
+    ("study.api", "study.views.notebook"): "shows what is drawn",
+    ("study.api", "study.report.figures.style"): "draws with what takes 1.6 s",
+    ("study.api", "study.report.interactive"): "draws with what takes 1.6 s",
+    ("study.api", "study.report.pictures"): "draws with what takes 1.6 s",
     (
         "study.plan.trials",
         "trainers.training.check",

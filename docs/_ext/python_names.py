@@ -9,19 +9,21 @@ from typing import Any
 
 import lns_ops
 from lns_ops import formats, functional, optim, serialization, tensor
-from study import api, handle
+from study import api, lifecycle
 from study.config import compose
 from study.engines import ask_tell
 from study.ledger import log, state
 from study.plan import plan
+from study.views import view
 from trainers import user_loop
 
 STUDY = {
-    handle: ["run", "create", "load", "Study"],
+    api: ["run", "create", "load", "Study"],
     ask_tell: ["Suggestion", "ask", "tell"],
     compose: ["load"],
     plan: ["make_plan", "Plan", "PlannedTrial"],
-    api: ["run_study", "View", "Outcome"],
+    lifecycle: ["run_study", "Outcome"],
+    view: ["View"],
     log: ["read_ledger", "Follower"],
     state: ["fold", "StudyState", "TrialState"],
 }
@@ -53,7 +55,7 @@ def section(title: str, module: ModuleType, names: list[str]) -> Iterator[str]:
 def page() -> str:
     """Return the page of Python names."""
     head = (
-        "# Python\nThe public names, with their docstrings. The names of `study.handle` below and"
+        "# Python\nThe public names, with their docstrings. The names of `study.api` below and"
         " `Suggestion` are also in `study`, and so are the dataclasses of"
         " [the keys](configuration.md).\n"
     )

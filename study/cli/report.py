@@ -80,9 +80,9 @@ def add_compare(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from study.api import report_study
     from study.evidence.record import read_record
     from study.ledger.studies import find
+    from study.lifecycle import report_study
     from study.report.write import write_format
 
     if options.serve:

@@ -18,8 +18,8 @@ from study.text import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from study.api import Outcome
     from study.config import StudyConfig
+    from study.lifecycle import Outcome
     from trainers.workers.node import Node
 
 
@@ -159,7 +159,7 @@ def run_config(
     ``again`` is the command that continues the study (default: ``run --resume``), ``began`` the
     start time of this one, and ``job`` whether a job controller started it.
     """
-    from study.api import run_study
+    from study.lifecycle import run_study
     from study.views.console import PrintableConsole
     from study.views.view import make_view
 

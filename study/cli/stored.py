@@ -209,10 +209,10 @@ def _edit(options: argparse.Namespace, folder: Path, state: StudyState) -> int:
 
 
 def _verify(options: argparse.Namespace, state: StudyState) -> int:
-    from study.api import run_study
     from study.evidence.rerun import rerun
     from study.ledger.state import name_of
     from study.ledger.studies import find_trial
+    from study.lifecycle import run_study
     from study.views.console import PrintableConsole
     from study.views.progress import PlainView
 

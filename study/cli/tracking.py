@@ -71,7 +71,7 @@ def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, S
 
 
 def _sync(options: argparse.Namespace) -> int:
-    from study.api import sync_study
+    from study.lifecycle import sync_study
     from study.report.write import rewrite_report
     from study.tracking.address import how_to_open, naming, page
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from lns_ops import cuda
-from study.api import create_study
 from study.config.compose import load
+from study.lifecycle import create_study
 from study.program import module_command
 from tests.study.conftest import TINY
 
@@ -37,7 +37,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("module", ["study.api", "study.handle", "trainers.config", "lns_ops"])
+@pytest.mark.parametrize("module", ["study.lifecycle", "study.api", "trainers.config", "lns_ops"])
 def test_modules_that_a_driver_imports(module: str) -> None:
     code = f"import sys, {module}; print({{'torch', 'numba'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -294,7 +294,7 @@ def test_only_the_users_input_exits_with_2(folder: Path, monkeypatch: pytest.Mon
     def break_down(*_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr("study.api.run_study", break_down)
+    monkeypatch.setattr("study.lifecycle.run_study", break_down)
     monkeypatch.setattr("study.cli.entry.signal.signal", lambda *_: None)
     with pytest.raises(ValueError, match="a bug"):
         main(["run", str(folder / "tiny.yaml")])

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from study.api import load
 from study.cli import main
 from study.evidence.record import FILE as FIGURES
 from study.evidence.record import read_record
-from study.handle import load
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.report.figures.style import LABEL, tag

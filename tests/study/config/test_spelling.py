@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from study.api import create
 from study.config import StudyConfig
 from study.config.compose import as_overrides, load
 from study.config.yaml_loader import dump, parse
-from study.handle import create
 from tests.study.conftest import TINY
 
 SPELLINGS = (

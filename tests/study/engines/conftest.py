@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from study.api import Outcome, run_study
 from study.config import StudyConfig
 from study.config.compose import load
 from study.ledger.events import Event
+from study.lifecycle import Outcome, run_study
 from tests.study.conftest import TINY, SilentView, raw_lines
 
 Tiny = Callable[..., StudyConfig]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lns_ops.formats import parse
-from study.api import run_study
 from study.config.compose import load
 from study.ledger.state import FINISHED
+from study.lifecycle import run_study
 from study.plan.plan import make_plan
 from study.report.write import write_report
 from study.results.objectives import bits_of

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from study.api import run_study
 from study.config import StudyConfig
 from study.ledger.state import FAILED, FINISHED, PLANNED, StudyState
+from study.lifecycle import run_study
 from study.plan.plan import make_plan
 from study.report.tables import remarks
 from study.results.summary import summarise

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from study.api import run_study
 from study.config import StudyConfig
 from study.config.compose import change, load, override_trial
 from study.engines.preflight import preflight
 from study.ledger.events import Event
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, fold
+from study.lifecycle import run_study
 from study.ops.repair.ledger import repair
 from study.plan.checkpoints import check_checkpoints
 from study.plan.estimate import describe_plan

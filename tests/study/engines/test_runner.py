@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from study._compat import RAY_JOB
-from study.api import Outcome, report_study, run_study
 from study.config import StudyConfig
 from study.config.compose import change
 from study.engines.control import GRACE_VARIABLE, grace_seconds
@@ -24,6 +23,7 @@ from study.errors import UserError
 from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, TrialState, fold
+from study.lifecycle import Outcome, report_study, run_study
 from study.report.tables import protocol
 from study.tracking.payload import data_of
 from study.tracking.writer import connect, sync
@@ -174,10 +174,11 @@ def test_mlflow_is_closed_where_the_report_cannot_be_written(
     def fail(*_: object, **options: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("study.api.write_report", fail)
+    monkeypatch.setattr("study.lifecycle.write_report", fail)
     close = Tracker.close
     monkeypatch.setattr(
-        "study.api.Tracker.close", lambda self, report: closed.append(report) or close(self, report)
+        "study.lifecycle.Tracker.close",
+        lambda self, report: closed.append(report) or close(self, report),
     )
     with pytest.raises(OSError, match="disk full"):
         run(undisturbed[0])
@@ -391,7 +392,7 @@ def test_what_cannot_work_fails_at_once_with_its_message(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a cluster, nodes that lack the data get no trial (``tests/study/engines/ray``)."""
-    monkeypatch.setattr("study.api.preflight", lambda plan, *_: (plan, []))
+    monkeypatch.setattr("study.lifecycle.preflight", lambda plan, *_: (plan, []))
     rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
     outcome, view = run(tiny("refused", f"rows={rows}", "baseline=null"))
     bad, good = outcome.state.trials

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from study.api import run_study
 from study.config import StudyConfig
 from study.engines.control import Control
 from study.engines.loop import Loop
 from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import FAILED, FINISHED, StudyState, fold
+from study.lifecycle import run_study
 from study.plan.plan import make_plan
 from study.results.objectives import objective
 from study.search.agenda import Agenda
@@ -347,7 +347,7 @@ def test_a_killed_study_goes_on_where_it_was(tiny: Make) -> None:
         "trial.epochs=1",
     )
     code = (
-        "import sys, json; from study.config import StudyConfig; from study.api import"
+        "import sys, json; from study.config import StudyConfig; from study.lifecycle import"
         " run_study\nfrom tests.study.conftest import SilentView; from tests.study.sleeping import"
         " executor\nwith executor(): run_study(StudyConfig.from_dict(json.loads(sys.argv[1])),"
         " SilentView(), lambda line: None)"

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from study.api import run_study
 from study.cli import main
 from study.engines import silence
 from study.engines.control import FILE as CONTROL
@@ -28,6 +27,7 @@ from study.ledger import log
 from study.ledger.events import Event
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import FINISHED, PLANNED, STOPPED, StudyState, fold
+from study.lifecycle import run_study
 from study.ops.serve.dashboard import Page
 from study.results.summary import summarise
 from tests.mounts import mounted, unmount

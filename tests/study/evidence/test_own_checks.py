@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import study
+from study.api import Study
 from study.evidence.reproduction import reproduced
-from study.handle import Study
 from study.ledger.studies import read
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.user_code import load_code

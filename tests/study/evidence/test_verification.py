@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+from study.api import Study
 from study.cli.entry import main
 from study.config.compose import load
 from study.evidence.record import FILE, read_record
 from study.evidence.verify import verify
-from study.handle import Study
 from study.ledger.lines import seal, unseal
 from study.ledger.log import FILE as LEDGER
 from study.ledger.studies import read

@@ -15,7 +15,7 @@ import numpy
 import pandas
 import pytest
 
-from study.api import _opened, report_study
+from study.api import Study
 from study.cli import main
 from study.config import LimitsConfig, StudyConfig
 from study.engines.control import FILE as CONTROL
@@ -23,11 +23,11 @@ from study.engines.control import Control, Wish, ask, reached
 from study.errors import UserError
 from study.evidence.rerun import differences
 from study.evidence.verify import verify
-from study.handle import Study
 from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, read_ledger
 from study.ledger.state import FAILED, FINISHED, StudyState, fold
 from study.ledger.studies import find_trial, read
+from study.lifecycle import _opened, report_study
 from study.plan.estimate import describe_cost, describe_plan
 from study.plan.plan import make_plan
 from study.report.export import export, write_csv

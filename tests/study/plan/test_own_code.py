@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from study import create
-from study.api import Outcome, run_study
 from study.config.compose import load
 from study.engines.preflight import preflight
 from study.errors import UserError
 from study.evidence.rerun import rerun
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, RUNNING, StudyState, fold
+from study.lifecycle import Outcome, run_study
 from study.plan.plan import make_plan
 from tests.study.conftest import SilentView
 from tests.study.engines.conftest import results

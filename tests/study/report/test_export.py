@@ -13,9 +13,9 @@ from typing import Any
 import pandas
 import pytest
 
+from study.api import Study
 from study.cli import main
 from study.config import StudyConfig
-from study.handle import Study
 from study.ledger.events import Event
 from study.ledger.state import fold
 from study.report.export import export

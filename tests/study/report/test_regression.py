@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from study.api import Outcome, run_study
 from study.cli import main
 from study.config.compose import load
 from study.ledger.state import FINISHED
+from study.lifecycle import Outcome, run_study
 from study.results.answer import answer
 from study.results.configurations import best, configurations
 from study.results.summary import summarise

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from study.api import Study, run
 from study.config import SearchConfig, StudyConfig
 from study.config.compose import load
 from study.engines.early_stopping import Scheduler, make_scheduler
-from study.handle import Study, run
 from study.ledger.events import Event
 from study.ledger.state import StudyState, fold
 from study.plan.plan import make_plan

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from study.api import run_study
 from study.config import StudyConfig
 from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.slots import Run, Waiting
 from study.ledger.state import fold
+from study.lifecycle import run_study
 from study.results import idle_time as module
 from study.results.idle_time import (
     BEFORE,

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from study.api import _say_unused_gpus, run_study
 from study.cli import main
 from study.config import StudyConfig
 from study.errors import UserError
 from study.ledger.slots import Run
 from study.ledger.state import StudyState, fold
+from study.lifecycle import _say_unused_gpus, run_study
 from study.plan.plan import make_plan
 from study.results.idle_time import BEFORE, FEW, STARTS, TAIL, remark, sentences, what_held
 from study.results.utilisation import (
@@ -277,7 +277,9 @@ def test_the_run_of_a_study_is_the_last_that_had_something_to_do(tiny: Tiny) -> 
 
 
 def test_a_run_says_that_gpus_are_not_in_use(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("study.api.hardware", lambda: {"gpus": ["NVIDIA H100", "NVIDIA H100"]})
+    monkeypatch.setattr(
+        "study.lifecycle.hardware", lambda: {"gpus": ["NVIDIA H100", "NVIDIA H100"]}
+    )
     said: list[str] = []
     run_study(tiny("unused", "trial.epochs=1"), SilentView(), said.append)
     line = "2 GPUs (NVIDIA H100) not in use: trial.device=cuda takes GPUs."
@@ -289,7 +291,7 @@ def test_a_run_says_that_gpus_are_not_in_use(tiny: Tiny, monkeypatch: pytest.Mon
 def test_no_run_says_so_of_gpus_that_device_auto_takes(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("study.api.hardware", lambda: {"gpus": ["NVIDIA H100"]})
+    monkeypatch.setattr("study.lifecycle.hardware", lambda: {"gpus": ["NVIDIA H100"]})
     monkeypatch.setattr("study.plan.trials._auto_device", lambda *_: "cuda")
     said: list[str] = []
     plan = make_plan(tiny("used", "trial.device=auto"))
@@ -383,7 +385,7 @@ def test_a_run_notes_when_its_command_began(
         raise UserError("seen")
 
     said: list[object] = []
-    monkeypatch.setattr("study.api.run_study", refuse)
+    monkeypatch.setattr("study.lifecycle.run_study", refuse)
     words = ["run", str(tmp_path / "tiny.yaml"), "name=other", f"storage={tmp_path}"]
     before = time.monotonic()
     assert main(words) == 2

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from study.api import _describe_end
 from study.config.compose import load
 from study.engines.control import Decision
 from study.engines.preflight import preflight
 from study.ledger.state import TrialState, fold
+from study.lifecycle import _describe_end
 from study.plan.candidates import bind_space
 from study.plan.plan import make_plan
 from study.report.write import write_report

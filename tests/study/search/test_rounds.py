@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from study.api import run_study
 from study.config import StudyConfig
 from study.config.compose import load
 from study.config.space import Domain
 from study.errors import UserError
 from study.evidence.rerun import rerun
+from study.lifecycle import run_study
 from study.plan.plan import make_plan
 from study.plan.trials import PlannedTrial
 from study.results.configurations import best, configurations

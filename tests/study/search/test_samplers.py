@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from study.api import Study
 from study.config.search import FEW, choose_sampler
-from study.handle import Study
 from study.ledger.state import fold
 from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from study.api import run
 from study.cli import main
 from study.config import OUTSIDE, StudyConfig
 from study.config.keys import apply
-from study.handle import run
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
 from study.plan.identity import trial_id

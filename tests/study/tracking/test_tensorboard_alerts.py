@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from study.api import run_study
 from study.config import StudyConfig
 from study.ledger.events import Event
 from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import fold
+from study.lifecycle import run_study
 from study.report.write import write_report
 from study.results.ties import compared
 from study.tracking import tensorboard_alerts as sinks

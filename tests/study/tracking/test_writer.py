@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from study.api import run_study
 from study.config import StudyConfig
 from study.ledger.events import Event
 from study.ledger.log import Ledger
 from study.ledger.state import FINISHED
+from study.lifecycle import run_study
 from study.tracking.tensorboard_alerts import LOCK as SINKS_LOCK
 from study.tracking.tensorboard_alerts import Sinks
 from study.tracking.writer import LOCK, connect, sync, tracking_lock

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from study.api import StepView
 from study.config import Metric, StudyConfig
 from study.ledger.state import StudyState, fold
+from study.lifecycle import StepView
 from study.plan.plan import make_plan
 from study.text import duration, percent
 from study.views.progress import RECENT, Clock, LiveView, PlainView, describe, render

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from study.api import run_study
 from study.config import StudyConfig
 from study.ledger.log import read_ledger
+from study.lifecycle import run_study
 from tests.study.conftest import SilentView
 from trainers.telemetry.tally import Moment
 

@@ -52,7 +52,7 @@ def cluster() -> Iterator[Any]:
 SLEEPERS = """
 import sys
 from study.config.compose import load
-from study.api import run_study
+from study.lifecycle import run_study
 from tests.study.conftest import SilentView
 from study.engines.ray import hosts
 from tests.study.sleeping import executor

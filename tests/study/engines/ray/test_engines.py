@@ -15,12 +15,12 @@ import ray
 from ray import tune
 
 import study as public
-from study.api import Outcome
 from study.config import StudyConfig
 from study.errors import UserError
 from study.ledger.events import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED
+from study.lifecycle import Outcome
 from tests.study.engines.conftest import Tiny, results, run
 from tests.study.sleeping import executor
 

@@ -11,11 +11,11 @@ import ray
 from ray.util import list_named_actors, placement_group, remove_placement_group
 
 from study._compat import cluster_use
-from study.api import run_study
 from study.engines.preflight import _beside
 from study.errors import UserError
 from study.ledger.log import FILE
 from study.ledger.state import FINISHED
+from study.lifecycle import run_study
 from tests.study.conftest import SilentView
 from tests.study.engines.conftest import Tiny
 

@@ -256,7 +256,7 @@ def test_a_package_that_was_changed_is_left_and_not_sent(here: Path) -> None:
     assert names(second) == {"tiny.yaml", "net.py"}
     assert "folder/left_by_a_job.txt" not in archived(second)
     assert (first.folder / "left_by_a_job.txt").exists()
-    ours = "site/study/api.py", "site/lns_study.py"
+    ours = "site/study/lifecycle.py", "site/lns_study.py"
     for name in ("folder/tiny.yaml", *ours, "start.sh", second.wheel.name):
         latest = packed()
         assert latest.digest == first.digest

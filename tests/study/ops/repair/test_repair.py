@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from study.api import run_study
 from study.cli import main
 from study.config import StudyConfig
 from study.config.compose import change, load
@@ -27,6 +26,7 @@ from study.ledger.lines import HEADER, seal, unseal
 from study.ledger.lock import LOCK
 from study.ledger.log import FILE, Ledger, make_header, open_ledger, read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
+from study.lifecycle import run_study
 from study.ops.repair.ledger import repair
 from study.plan.checkpoints import checkpoints_of
 from study.report.tables import render_text
