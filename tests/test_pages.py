@@ -47,6 +47,7 @@ RUNS = {
     "README.md": 2,
     "docs/tutorials/first-study.md": 7,
     "docs/tutorials/a-search.md": 6,
+    "docs/gallery.md": 8,
     "docs/howto/studies.md": 15,
     "docs/howto/python.md": 7,
     "docs/howto/search.md": 4,
