@@ -35,8 +35,8 @@ ORDER = {
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",
-        "results", "evidence", "search", "tracking", "engines", "report.figures", "report",
-        "evidence.reproduction", "evidence.verify_pages", "evidence.verify", "views",
+        "results", "evidence", "claims", "search", "tracking", "engines", "report.figures",
+        "report", "evidence.reproduction", "evidence.verify_pages", "evidence.verify", "views",
         "ops.repair", "ops.serve", "lifecycle", "api", "ops.launch", "cli", "__main__",
     ],
 }  # fmt: skip

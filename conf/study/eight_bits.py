@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from study import Study
+from study.claims.verdict import of_mean
 from study.config.metric import Metric
-from study.evidence.verdict import of_mean
 from study.results.summary import figures_by_seed, summarise
 
 LOGARITHMS = "lns8 a block + kahan"

@@ -33,7 +33,7 @@ from scipy import stats
 
 from lns_ops.formats import Logarithmic, parse
 from study import Study
-from study.evidence.verdict import of_mean
+from study.claims.verdict import of_mean
 from study.ledger.state import FINISHED
 from study.results.contrasts import ALPHA
 from study.results.objectives import last_value, mean_objective

@@ -32,8 +32,8 @@ import lns_ops
 import study as lns_study
 from lns_ops import LNSTensor
 from study import Study
+from study.claims.verdict import of_mean
 from study.errors import UserError
-from study.evidence.verdict import of_mean
 from study.ledger.state import ENDED
 from study.results.summary import figures_by_seed, summarise
 from trainers import LoopContext

@@ -19,9 +19,9 @@ import pandas as pd
 from scipy.stats import ttest_ind
 
 from study import Study
+from study.claims.analyses import rank
+from study.claims.verdict import of_mean
 from study.config.space import Domain
-from study.evidence.analyses import rank
-from study.evidence.verdict import of_mean
 from study.results.importance import fanova
 from study.results.statistics import interval
 from study.results.summary import summarise, test_figures

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from study import Study
-from study.evidence.analyses import chosen
+from study.claims.analyses import chosen
 from study.results.contrasts import paired
 from study.results.summary import figures_by_seed
 

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 
 from study import Study
-from study.evidence.verdict import of_mean
+from study.claims.verdict import of_mean
 from study.results.summary import figures_by_seed, summarise
 
 HALF = 50.0

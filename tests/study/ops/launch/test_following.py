@@ -435,11 +435,9 @@ def test_rays_own_folder_is_out_of_others_reach() -> None:
     ray = OwnRay(1, 0, dashboard=False)
     try:
         assert ray._folder is not None
-        assert stat.S_IMODE(Path(ray._folder.name).stat().st_mode) == 0o700
+        assert stat.S_IMODE(ray._folder.stat().st_mode) == 0o700
         if os.getuid() == 0:
-            listed = subprocess.run(
-                ["ls", f"{ray._folder.name}/r"], user=65534, capture_output=True
-            )
+            listed = subprocess.run(["ls", f"{ray._folder}/r"], user=65534, capture_output=True)
             assert listed.returncode != 0
     finally:
         ray.close()
